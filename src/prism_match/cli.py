@@ -1,0 +1,318 @@
+"""The `prism` command: one verb per job."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from prism_match import __version__
+from prism_match.errors import UserError
+
+if TYPE_CHECKING:
+    from prism_match.geometry import Estimate
+    from prism_match.matcher import Matcher
+    from prism_match.matches import Matches
+
+app = typer.Typer(
+    name="prism",
+    help="Find where two photos show the same points. Exit code 0: done, 2: something in the call to mend.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+class Precision(str, Enum):
+    auto = "auto"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Geometry(str, Enum):
+    fundamental = "fundamental"
+    homography = "homography"
+
+
+OutOption = Annotated[Path, typer.Option("-o", "--out", help="Folder for the results; made if need be.")]
+SizeOption = Annotated[Optional[int], typer.Option(help="Longer side to resize to, in pixels [832].")]
+ThresholdOption = Annotated[Optional[float], typer.Option(help="Least confidence of a match [the model's].")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+PrecisionOption = Annotated[Precision, typer.Option(help="auto: bf16 on a GPU, fp32 elsewhere.")]
+WeightsOption = Annotated[Optional[Path], typer.Option(help="A .safetensors file [the shipped weights].")]
+ConfigOption = Annotated[
+    Optional[str], typer.Option(help="A preset (paper, tiny, ...) or a .toml/.json file.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@app.command()
+def match(
+    image0: Annotated[Path, typer.Argument(help="First photo.", show_default=False)],
+    image1: Annotated[Path, typer.Argument(help="Second photo.", show_default=False)],
+    out: OutOption = Path("prism-out"),
+    size: SizeOption = None,
+    threshold: ThresholdOption = None,
+    max_matches: Annotated[Optional[int], typer.Option(help="Keep only the most confident ones.")] = None,
+    mask0: Annotated[
+        Optional[Path], typer.Option(help="Image of the first one's size; look where not 0.")
+    ] = None,
+    mask1: Annotated[Optional[Path], typer.Option(help="The same for the second photo.")] = None,
+    geometry: Annotated[
+        Geometry,
+        typer.Option(help="Model that the inliers are counted for; homography also gives an overlay."),
+    ] = Geometry.fundamental,
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = Precision.auto,
+    weights: WeightsOption = None,
+    model_config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Match two photos; write the matches and pictures of them.
+
+    OUT gets matches.npz, matches.png (lines from red, unsure, to green, sure), pruning.png (cells by the
+    MPM that pruned them) and, with --geometry homography, overlay.png.
+
+    \b
+    Examples:
+      prism match a.jpg b.jpg -o out
+      prism match a.jpg b.jpg --size 1152 --threshold 0.4 --json
+      prism match wall1.jpg wall2.jpg --geometry homography
+    """
+    from prism_match.files import writable_folder
+    from prism_match.images import load_image, load_mask
+
+    first, second = load_image(image0), load_image(image1)
+    for mask, image in ((mask0, first), (mask1, second)):
+        if mask is not None:
+            load_mask(mask, image)
+    matcher = make_matcher(weights, model_config, device, precision, size, threshold, max_matches)
+    folder = writable_folder(out)
+    with busy("matching"):
+        start = time.perf_counter()
+        matches = matcher.match(image0, image1, mask0, mask1, details=True)
+        seconds = time.perf_counter() - start
+    estimate = matches.estimate(geometry.value)
+    files = write_results(matches, estimate, folder)
+    result = summary(matches, estimate, matcher, seconds) | {"files": [str(f) for f in files]}
+    report(result, as_json)
+
+
+@app.command()
+def demo(
+    out: OutOption = Path("demo"),
+    size: SizeOption = None,
+    device: DeviceOption = "auto",
+    weights: WeightsOption = None,
+    model_config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Match the photos that come with the package, whose geometry is known, and measure the error.
+
+    \b
+    Example:
+      prism demo -o demo
+    """
+    import numpy as np
+
+    from prism_match.files import writable_folder
+    from prism_match.geometry import warp_points
+
+    assets = Path(__file__).parent / "assets"
+    matcher = make_matcher(weights, model_config, device, Precision.auto, size, None, None)
+    folder = writable_folder(out)
+    with busy("matching"):
+        start = time.perf_counter()
+        matches = matcher.match(assets / "astronaut0.jpg", assets / "astronaut1.jpg", details=True)
+        seconds = time.perf_counter() - start
+    truth = warp_points(matches.keypoints0, np.loadtxt(assets / "astronaut_homography.txt"))
+    errors = np.linalg.norm(matches.keypoints1 - truth, axis=1)
+    estimate = matches.estimate("homography")
+    files = write_results(matches, estimate, folder)
+    result = summary(matches, estimate, matcher, seconds)
+    result["median_error_px"] = round(float(np.median(errors)), 3) if len(errors) else None
+    result["within_3_px"] = round(float((errors < 3).mean()), 4) if len(errors) else None
+    report(result | {"files": [str(f) for f in files]}, as_json)
+
+
+@app.command()
+def info(
+    weights: WeightsOption = None, model_config: ConfigOption = None, as_json: JsonOption = False
+) -> None:
+    """Tell the version, the device and the weights: their hash, size and how they were trained."""
+    import torch
+
+    from prism_match.matcher import find_device
+    from prism_match.weights import build_model, weights_info
+
+    known = weights_info(weights, parse_config(model_config))
+    device = find_device("auto")
+    result: dict[str, Any] = {
+        "version": __version__,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "weights": str(known.path) if known.path else "none (random, untrained)",
+        "sha256": known.sha256,
+        "parameters": sum(p.numel() for p in build_model(known).parameters()),
+        "training": known.training or None,
+        "config": known.config.to_dict(),
+    }
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    result["parameters"] = f"{result['parameters']:,} ({result['parameters'] / 1e6:.1f} M)"
+    for group in ("training", "config"):
+        rows = result.pop(group) or {"": "unknown" if known.trained else "never"}
+        result |= {f"{group}.{k}".rstrip("."): v for k, v in rows.items()}
+    print_table({k: v for k, v in result.items() if v is not None})
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"prism-match {__version__}")
+        raise typer.Exit
+
+
+def make_matcher(
+    weights: Path | None,
+    model_config: str | None,
+    device: str,
+    precision: Precision,
+    size: int | None,
+    threshold: float | None,
+    max_matches: int | None,
+) -> Matcher:
+    from prism_match.matcher import DEFAULT_SIZE, Matcher
+
+    matcher = Matcher(
+        weights,
+        device=device,
+        precision=precision.value,
+        size=DEFAULT_SIZE if size is None else size,
+        threshold=threshold,
+        max_matches=max_matches,
+        config=parse_config(model_config),
+    )
+    if not matcher.info.trained:
+        print("prism: the weights are untrained (random): the matches mean nothing yet", file=sys.stderr)
+    return matcher
+
+
+def parse_config(name: str | None) -> Any:
+    from prism_match.config import load_model_config
+
+    return None if name is None else load_model_config(name)
+
+
+def write_results(matches: Matches, estimate: Estimate, folder: Path) -> list[Path]:
+    """matches.npz and the pictures; all of them drawn before the first is written."""
+    import cv2
+    import numpy as np
+
+    from prism_match import viz
+    from prism_match.files import atomic_path
+    from prism_match.images import encode_png
+
+    image0, image1 = matches.image(0).rgb, matches.image(1).rgb
+    title = f"{len(matches)} matches, {estimate.num_inliers} inliers"
+    pictures = {"matches.png": matches.plot(title=title)}
+    if matches.details is not None:
+        pictures["pruning.png"] = viz.draw_pruning(
+            image0, image1, matches.details.keep0, matches.details.keep1
+        )
+    if estimate.model == "homography" and estimate.matrix is not None:
+        covered = cv2.warpPerspective(np.ones(image0.shape[:2], np.uint8), estimate.matrix, matches.size1) > 0
+        pictures["overlay.png"] = viz.draw_overlay(matches.warp(homography=estimate.matrix), image1, covered)
+    encoded = {folder / name: encode_png(picture) for name, picture in pictures.items()}
+    matches.save(folder / "matches.npz")
+    for path, data in encoded.items():
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(data)
+    return [folder / "matches.npz", *encoded]
+
+
+def summary(matches: Matches, estimate: Estimate, matcher: Matcher, seconds: float) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "matches": len(matches),
+        "inliers": estimate.num_inliers,
+        "geometry": estimate.model,
+        "matrix": None if estimate.matrix is None else estimate.matrix.tolist(),
+    }
+    if matches.details is not None:
+        for key, keep in (("kept_cells0", matches.details.keep0), ("kept_cells1", matches.details.keep1)):
+            result[key] = [round(float(layer.mean()), 4) for layer in keep]
+    return result | {
+        "seconds": round(seconds, 3),
+        "size": matcher.size,
+        "device": str(matcher.device),
+        "precision": str(matcher.dtype).removeprefix("torch."),
+        "trained": matcher.info.trained,
+    }
+
+
+def report(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    rows = {
+        "matches": result["matches"],
+        "inliers": f"{result['inliers']} ({result['geometry']}, MAGSAC++)",
+    }
+    if "median_error_px" in result and result["median_error_px"] is not None:
+        rows["median error"] = (
+            f"{result['median_error_px']} px, {100 * result['within_3_px']:.1f} % within 3 px"
+        )
+    for n in (0, 1):
+        if f"kept_cells{n}" in result:
+            kept = " ".join(f"{100 * x:5.1f}" for x in result[f"kept_cells{n}"])
+            rows[f"kept cells, image {n}"] = f"{kept}  % after MPM 1 to {len(result[f'kept_cells{n}'])}"
+    rows["time"] = (
+        f"{result['seconds']:.2f} s ({result['device']}, {result['precision']}, {result['size']} px)"
+    )
+    rows["written"] = ", ".join(result["files"])
+    print_table(rows)
+
+
+def print_table(rows: dict[str, Any]) -> None:
+    width = max(map(len, rows))
+    for key, value in rows.items():
+        print(f"{key:<{width}}  {value}")
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """A spinner while something takes its time; nothing where there is no terminal."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
+
+
+def main() -> None:
+    try:
+        app()
+    except UserError as error:
+        print(f"prism: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        print("prism: the GPU is out of memory: try a smaller --size, or --device cpu", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

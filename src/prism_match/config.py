@@ -1,0 +1,120 @@
+"""The model's settings: the paper's values are the defaults, its ablations are named presets."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture of PRISM and its two thresholds. Frozen: change a copy with `replace`."""
+
+    # Backbone: ResNet-FPN, widths at 1/2, 1/4 and 1/8 of the image.
+    stage_dims: tuple[int, int, int] = (128, 196, 256)
+    coarse_dim: int = 256
+    fine_dim: int = 128
+
+    # Multi-scale Pruning Modules.
+    layers: int = 4
+    heads: int = 4
+    levels: tuple[int, ...] = (4, 2, 1)  # r_i: kernel = stride of Conv_i, from coarse to fine
+    attention: Literal["sadpa", "linear"] = "sadpa"  # "linear": LoFTR's, as an ablation
+    position: Literal["rotary", "absolute"] = "rotary"
+    pruning: Literal["every", "last", "none"] = "every"  # which MPMs prune
+    estimator: Literal["nmi", "cosine"] = "nmi"
+    theta_p: float = 0.05  # a cell whose estimated NMI is lower is pruned
+
+    # Match prediction.
+    weighted_softmax: bool = True
+    temperature: float = 0.1
+    theta_c: float = 0.2  # matches at or below this confidence are dropped
+    border: int = 1  # cells along the image border that give no matches
+
+    # Sub-pixel refinement.
+    window: int = 5  # side of the window, in cells of the fine map
+    fine_heads: int = 4
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            value, choices = getattr(self, name), get_args(kind)
+            if choices and all(isinstance(c, str) for c in choices) and value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        for dim, heads in ((self.coarse_dim, self.heads), (self.fine_dim, self.fine_heads)):
+            # Each head needs pairs of channels for the rotation; 2-D sinusoids come in fours.
+            if heads < 1 or dim % (2 * heads) or dim % 4:
+                raise ValueError(f"{dim} channels cannot be split into {heads} heads of even width")
+        if self.layers < 1:
+            raise ValueError(f"layers must be at least 1, not {self.layers}")
+        if self.levels[-1:] != (1,) or any(r not in (1, 2, 4) for r in self.levels):
+            raise ValueError(f"levels must be taken from 4, 2 and 1 and end with 1, not {self.levels}")
+        if self.window < 3 or self.window % 2 == 0:
+            raise ValueError(f"window must be odd and at least 3, not {self.window}")
+        for name in ("theta_p", "theta_c"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be positive, not {self.temperature}")
+
+    def replace(self, **changes: Any) -> ModelConfig:
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
+        known = {f.name: f.default for f in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(f"unknown settings: {', '.join(unknown)}")
+        checked: dict[str, Any] = {}
+        for name, value in values.items():
+            value = tuple(value) if isinstance(value, list) else value
+            kind = type(known[name])
+            if isinstance(value, bool) != (kind is bool) or not isinstance(
+                value, (int, float) if kind is float else kind
+            ):
+                raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r}")
+            checked[name] = value
+        return cls(**checked)
+
+
+# The full model, then each row of the paper's ablation tables, then a small one for experiments.
+PRESETS: dict[str, ModelConfig] = {
+    "paper": ModelConfig(),
+    "absolute-positions": ModelConfig(position="absolute"),
+    "no-pruning": ModelConfig(pruning="none"),
+    "linear-attention": ModelConfig(attention="linear"),
+    "single-level": ModelConfig(levels=(1,)),
+    "unweighted-softmax": ModelConfig(weighted_softmax=False),
+    "prune-last": ModelConfig(pruning="last"),
+    "cosine": ModelConfig(estimator="cosine"),
+    "tiny": ModelConfig(stage_dims=(16, 24, 32), coarse_dim=32, fine_dim=16, layers=2, heads=2, fine_heads=2),
+}
+
+
+def load_model_config(name_or_file: str | Path) -> ModelConfig:
+    """A preset by its name, or the settings in a .json or .toml file (unset ones: the paper's)."""
+    if str(name_or_file) in PRESETS:
+        return PRESETS[str(name_or_file)]
+    path = Path(name_or_file)
+    if not path.is_file():
+        raise ValueError(f"{name_or_file}: neither a file nor one of {', '.join(PRESETS)}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = parse_toml(text) if path.suffix == ".toml" else json.loads(text)
+        return ModelConfig.from_dict(values)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        import tomli as tomllib  # type: ignore[import-not-found,no-redef]
+    return tomllib.loads(text)

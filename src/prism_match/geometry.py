@@ -1,0 +1,242 @@
+"""Two-view geometry: warps, epipolar errors, poses, and robust estimation with a choice of back ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import cv2
+import numpy as np
+
+from prism_match.errors import UserError
+
+Model = Literal["homography", "fundamental", "essential"]
+Backend = Literal["opencv", "usac", "poselib"]
+
+MINIMUM = {"homography": 4, "fundamental": 7, "essential": 5}  # points a model needs
+THRESHOLD = {"homography": 3.0, "fundamental": 1.5, "essential": 1.5}  # pixels
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A model fitted to matches. `matrix` is None where there was none to be found."""
+
+    model: Model
+    matrix: np.ndarray | None  # 3 3, float64; maps or relates points of image 0 to image 1
+    inliers: np.ndarray  # n, bool
+    rotation: np.ndarray | None = None  # 3 3, essential only: x1 = R x0 + t
+    translation: np.ndarray | None = None  # 3, of unit length
+
+    @property
+    def num_inliers(self) -> int:
+        return int(self.inliers.sum())
+
+
+def estimate(
+    points0: np.ndarray,
+    points1: np.ndarray,
+    model: Model,
+    *,
+    intrinsics0: np.ndarray | None = None,
+    intrinsics1: np.ndarray | None = None,
+    threshold: float | None = None,
+    backend: Backend = "usac",
+    confidence: float = 0.99999,
+    max_iterations: int = 10_000,
+    seed: int = 0,
+) -> Estimate:
+    """Fit a homography, a fundamental or an essential matrix to matches (n 2 each), robustly.
+
+    threshold: in pixels. backend: "usac" is OpenCV's MAGSAC++, "opencv" its classic RANSAC (what the
+    published benchmarks use), "poselib" PoseLib's LO-RANSAC. The essential matrix needs the 3x3
+    intrinsics of both cameras and gives the relative pose too."""
+    points0 = np.ascontiguousarray(points0, dtype=np.float64).reshape(-1, 2)
+    points1 = np.ascontiguousarray(points1, dtype=np.float64).reshape(-1, 2)
+    if model not in MINIMUM:
+        raise UserError(f"model must be one of {', '.join(MINIMUM)}, not {model!r}")
+    if backend not in ("opencv", "usac", "poselib"):
+        raise UserError(f"backend must be opencv, usac or poselib, not {backend!r}")
+    if len(points0) != len(points1):
+        raise UserError(f"{len(points0)} points cannot be matched with {len(points1)}")
+    if model == "essential" and (intrinsics0 is None or intrinsics1 is None):
+        raise UserError("the essential matrix needs the intrinsics of both cameras")
+    nothing = Estimate(model, None, np.zeros(len(points0), dtype=bool))
+    if len(points0) < MINIMUM[model]:
+        return nothing
+    threshold = THRESHOLD[model] if threshold is None else threshold
+    options = _Options(threshold, confidence, max_iterations, seed)
+    fit = _fit_poselib if backend == "poselib" else _fit_opencv
+    if model != "essential":
+        matrix, inliers = fit(points0, points1, model, options, usac=backend == "usac")
+        if matrix is None:
+            return nothing
+        if model == "homography":
+            matrix = matrix * np.sign(matrix[2, 2]) / np.linalg.norm(matrix[2])  # one scale and sign for all
+        return Estimate(model, matrix, inliers)
+    assert intrinsics0 is not None and intrinsics1 is not None
+    k0, k1 = check_intrinsics(intrinsics0), check_intrinsics(intrinsics1)
+    return _essential(points0, points1, k0, k1, options, backend) or nothing
+
+
+@dataclass(frozen=True)
+class _Options:
+    threshold: float
+    confidence: float
+    max_iterations: int
+    seed: int
+
+
+def _fit_opencv(
+    points0: np.ndarray, points1: np.ndarray, model: Model, o: _Options, usac: bool
+) -> tuple[np.ndarray | None, np.ndarray]:
+    nothing = None, np.zeros(len(points0), dtype=bool)
+    try:
+        if model == "homography":
+            method = cv2.USAC_MAGSAC if usac else cv2.RANSAC
+            matrix, inliers = cv2.findHomography(
+                points0, points1, method, o.threshold, maxIters=o.max_iterations, confidence=o.confidence
+            )
+        else:
+            method = cv2.USAC_MAGSAC if usac else cv2.FM_RANSAC
+            matrix, inliers = cv2.findFundamentalMat(
+                points0, points1, method, o.threshold, o.confidence, o.max_iterations
+            )
+    except cv2.error:  # OpenCV asserts on some degenerate sets
+        return nothing
+    if matrix is None or matrix.shape[0] < 3 or not np.isfinite(matrix).all():
+        return nothing
+    return matrix[:3], inliers.ravel().astype(bool)
+
+
+def _fit_poselib(
+    points0: np.ndarray, points1: np.ndarray, model: Model, o: _Options, usac: bool
+) -> tuple[np.ndarray | None, np.ndarray]:
+    poselib = import_poselib()
+    ransac = _poselib_options(o, "max_reproj_error" if model == "homography" else "max_epipolar_error")
+    fit = poselib.estimate_homography if model == "homography" else poselib.estimate_fundamental
+    matrix, info = fit(points0, points1, ransac, {})
+    inliers = np.array(info["inliers"], dtype=bool)
+    return (None if inliers.sum() < MINIMUM[model] else np.asarray(matrix)), inliers
+
+
+def _poselib_options(o: _Options, threshold_name: str) -> dict[str, float]:
+    return {
+        threshold_name: o.threshold,
+        "success_prob": o.confidence,
+        "max_iterations": o.max_iterations,
+        "seed": o.seed,
+    }
+
+
+def _essential(
+    points0: np.ndarray, points1: np.ndarray, k0: np.ndarray, k1: np.ndarray, o: _Options, backend: Backend
+) -> Estimate | None:
+    if backend == "poselib":
+        poselib = import_poselib()
+        cameras = [_poselib_camera(k) for k in (k0, k1)]
+        pose, info = poselib.estimate_relative_pose(
+            points0, points1, *cameras, _poselib_options(o, "max_epipolar_error"), {}
+        )
+        inliers = np.array(info["inliers"], dtype=bool)
+        if inliers.sum() < MINIMUM["essential"]:
+            return None
+        rotation, translation = np.asarray(pose.R), np.asarray(pose.t)
+        translation = translation / max(float(np.linalg.norm(translation)), 1e-12)
+        return Estimate("essential", skew(translation) @ rotation, inliers, rotation, translation)
+    x0, x1 = normalise(points0, k0), normalise(points1, k1)
+    # One threshold in pixels for two cameras: relative to the mean of their focal lengths.
+    focal = np.mean([k0[0, 0], k0[1, 1], k1[0, 0], k1[1, 1]])
+    method = cv2.USAC_MAGSAC if backend == "usac" else cv2.RANSAC
+    try:
+        matrices, inliers = cv2.findEssentialMat(
+            x0, x1, np.eye(3), method=method, prob=o.confidence, threshold=o.threshold / focal,
+            maxIters=o.max_iterations,
+        )  # fmt: skip
+    except cv2.error:
+        return None
+    if matrices is None or inliers is None or not np.isfinite(matrices).all():
+        return None
+    best: Estimate | None = None
+    in_front = -1
+    # Several solutions may come back, one below the other: the one with most points in front counts.
+    for matrix in matrices.reshape(-1, 3, 3):
+        mask = inliers.copy()
+        count, rotation, translation, _ = cv2.recoverPose(matrix, x0, x1, np.eye(3), 1e9, mask=mask)[:4]
+        if count > in_front:
+            in_front = count
+            found = inliers.ravel().astype(bool)
+            best = Estimate("essential", matrix, found, rotation, translation.ravel())
+    return best
+
+
+def import_poselib() -> Any:
+    try:
+        import poselib
+    except ImportError as error:
+        raise UserError("the poselib back end is not installed: pip install poselib") from error
+    return poselib
+
+
+def _poselib_camera(k: np.ndarray) -> dict[str, object]:
+    # Both conventions agree as long as points and principal point are in the same one.
+    return {
+        "model": "PINHOLE",
+        "width": int(2 * k[0, 2]) + 1,
+        "height": int(2 * k[1, 2]) + 1,
+        "params": [k[0, 0], k[1, 1], k[0, 2], k[1, 2]],
+    }
+
+
+def check_intrinsics(k: np.ndarray) -> np.ndarray:
+    k = np.asarray(k, dtype=np.float64)
+    if k.shape != (3, 3) or not np.isfinite(k).all() or k[0, 0] <= 0 or k[1, 1] <= 0:
+        raise UserError("intrinsics must be a finite 3x3 matrix with positive focal lengths")
+    return k
+
+
+def normalise(points: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """n 2 pixels -> n 2 on the image plane at depth 1."""
+    return to_points(to_homogeneous(points) @ np.linalg.inv(k).T)
+
+
+def to_homogeneous(points: np.ndarray) -> np.ndarray:
+    """n 2 -> n 3."""
+    return np.concatenate([points, np.ones_like(points[:, :1])], axis=1)
+
+
+def to_points(x: np.ndarray) -> np.ndarray:
+    """n 3 -> n 2; NaN behind or on the plane at infinity."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(x[:, 2:] > 1e-12, x[:, :2] / x[:, 2:], np.nan)
+
+
+def warp_points(points: np.ndarray, homography: np.ndarray) -> np.ndarray:
+    """n 2 -> n 2, NaN where a point goes beyond infinity."""
+    return to_points(to_homogeneous(np.asarray(points, dtype=np.float64)) @ homography.T)
+
+
+def skew(v: np.ndarray) -> np.ndarray:
+    """The matrix [v]x, so that [v]x u is the cross product."""
+    return np.array([[0, -v[2], v[1]], [v[2], 0, -v[0]], [-v[1], v[0], 0]])
+
+
+def symmetric_epipolar_error(x0: np.ndarray, x1: np.ndarray, e: np.ndarray) -> np.ndarray:
+    """n: squared symmetric epipolar distance of matches (n 2 each), in the squared unit of the points.
+    `e` is an essential matrix for normalised points or a fundamental matrix for pixels."""
+    h0, h1 = to_homogeneous(x0), to_homogeneous(x1)
+    line1, line0 = h0 @ e.T, h1 @ e
+    product = (h1 * line1).sum(axis=1) ** 2
+    norm0, norm1 = (np.maximum((line[:, :2] ** 2).sum(axis=1), 1e-12) for line in (line0, line1))
+    return product * (1 / norm0 + 1 / norm1)
+
+
+def rotation_angle(a: np.ndarray, b: np.ndarray) -> float:
+    """Degrees between two rotations."""
+    cosine = (np.trace(a.T @ b) - 1) / 2
+    return float(np.degrees(np.arccos(np.clip(cosine, -1, 1))))
+
+
+def direction_angle(a: np.ndarray, b: np.ndarray) -> float:
+    """Degrees between two translations whose sign and length are unknown: 0 to 90."""
+    cosine = abs(a @ b) / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12)
+    return float(np.degrees(np.arccos(np.clip(cosine, -1, 1))))

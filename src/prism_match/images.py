@@ -1,0 +1,185 @@
+"""Files, arrays and tensors become one image type."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import cv2
+import numpy as np
+
+from prism_match.errors import UserError
+
+if TYPE_CHECKING:
+    import PIL.Image
+    import torch
+
+ImageLike: TypeAlias = "str | os.PathLike[str] | PIL.Image.Image | np.ndarray | torch.Tensor | Image"
+
+SMALLEST = 32  # pixels a side
+
+
+@dataclass(frozen=True)
+class Image:
+    """Pixels as they are shown: upright, gray or RGB."""
+
+    pixels: np.ndarray  # h w or h w 3, uint8, or float32 in [0, 1]
+    name: str  # the path, or what kind of object it came from
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width, height."""
+        return self.pixels.shape[1], self.pixels.shape[0]
+
+    @cached_property
+    def gray(self) -> np.ndarray:
+        """h w, float32 in [0, 1]."""
+        x = self.pixels
+        x = x.astype(np.float32) / 255 if x.dtype == np.uint8 else x
+        return x if x.ndim == 2 else cv2.cvtColor(x, cv2.COLOR_RGB2GRAY)
+
+    @cached_property
+    def rgb(self) -> np.ndarray:
+        """h w 3, uint8, for pictures."""
+        x = self.pixels
+        x = x if x.dtype == np.uint8 else (x * 255).round().astype(np.uint8)
+        return np.repeat(x[..., None], 3, axis=2) if x.ndim == 2 else x
+
+
+def load_image(source: ImageLike) -> Image:
+    """Any of: a path, a PIL image, an array (h w or h w 1|3|4; 8 or 16 bit, or float in [0, 1]) or a
+    tensor (the same, channels first). Colours are RGB; an alpha channel is ignored."""
+    if isinstance(source, Image):
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        image = read_image(Path(source))
+    elif isinstance(source, np.ndarray):
+        image = Image(to_pixels(source, "array"), "array")
+    elif hasattr(source, "detach"):
+        image = Image(to_pixels(channels_last(source), "tensor"), "tensor")
+    elif hasattr(source, "convert"):
+        image = Image(decode(source, "PIL image"), "PIL image")
+    else:
+        raise UserError(
+            f"an image must be a path, a PIL image, an array or a tensor, not {type(source).__name__}"
+        )
+    if min(image.size) < SMALLEST:
+        width, height = image.size
+        raise UserError(
+            f"{image.name}: too small ({width}x{height}); at least {SMALLEST} pixels a side are needed"
+        )
+    return image
+
+
+def read_image(path: Path) -> Image:
+    import PIL.Image
+
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder, not an image")
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    if path.stat().st_size == 0:
+        raise UserError(f"{path}: the file is empty")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
+            with PIL.Image.open(path) as opened:
+                return Image(decode(opened, str(path)), str(path))
+    except PIL.Image.DecompressionBombError as error:
+        raise UserError(f"{path}: too many pixels; refused as a possible decompression bomb") from error
+    except PIL.UnidentifiedImageError as error:
+        raise UserError(f"{path}: not an image, or of an unknown format") from error
+    except PermissionError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except UserError:
+        raise
+    except (OSError, SyntaxError, ValueError, EOFError, MemoryError) as error:
+        # Pillow reports broken files in all of these ways.
+        raise UserError(f"{path}: damaged image ({error})") from error
+
+
+def decode(opened: PIL.Image.Image, name: str) -> np.ndarray:
+    """A PIL image, turned upright, as pixels."""
+    import PIL.ImageOps
+
+    image = PIL.ImageOps.exif_transpose(opened)
+    if image.mode in ("1", "L"):
+        return np.asarray(image.convert("L"))
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        return to_pixels(np.asarray(image).astype(np.int64).clip(0, 65535).astype(np.uint16), name)
+    if image.mode == "F":
+        return to_pixels(np.asarray(image), name)
+    return np.asarray(image.convert("RGB"))
+
+
+def channels_last(tensor: Any) -> np.ndarray:
+    x = tensor.detach().cpu()
+    x = x.squeeze(0) if x.ndim == 4 and x.shape[0] == 1 else x
+    if x.ndim not in (2, 3):
+        raise UserError(f"tensor: an image has the shape (h, w) or (1|3|4, h, w), not {tuple(tensor.shape)}")
+    x = x.movedim(0, -1) if x.ndim == 3 else x
+    return (x.float() if x.dtype.is_floating_point else x).numpy()
+
+
+def to_pixels(array: np.ndarray, name: str) -> np.ndarray:
+    """Checked, and brought to uint8 or float32 in [0, 1]."""
+    if array.ndim == 3 and array.shape[2] in (1, 3, 4):
+        array = array[..., 0] if array.shape[2] == 1 else array[..., :3]
+    elif array.ndim != 2:
+        raise UserError(f"{name}: an image has 1, 3 or 4 channels, not the shape {array.shape}")
+    if 0 in array.shape:
+        raise UserError(f"{name}: the image has no pixels")
+    if array.dtype == np.uint8:
+        return np.ascontiguousarray(array)
+    if array.dtype == bool:
+        return array.astype(np.uint8) * 255
+    if array.dtype == np.uint16:
+        return array.astype(np.float32) / 65535
+    if not np.issubdtype(array.dtype, np.floating):
+        raise UserError(f"{name}: pixels must be 8 or 16 bit or float, not {array.dtype}")
+    array = np.ascontiguousarray(array, dtype=np.float32)
+    if not np.isfinite(array).all():
+        raise UserError(f"{name}: the image has NaN or infinite pixels")
+    if array.min() < -1e-3 or array.max() > 1 + 1e-3:
+        raise UserError(
+            f"{name}: float pixels must lie in [0, 1], not [{array.min():.3g}, {array.max():.3g}]"
+        )
+    return array.clip(0, 1)
+
+
+def load_mask(source: ImageLike, image: Image) -> np.ndarray:
+    """A region mask of an image, h w bool: non-zero pixels are looked at."""
+    if hasattr(source, "detach"):
+        source = channels_last(source)
+    if isinstance(source, np.ndarray):
+        if np.issubdtype(source.dtype, np.floating) and not np.isfinite(source).all():
+            raise UserError("mask: has NaN or infinite values")
+        source = (source != 0).astype(np.uint8)  # masks come in every type: 0/1, 0/255, bool, float
+    mask = load_image(source)
+    if mask.size != image.size:
+        raise UserError(
+            f"{mask.name}: the mask is {mask.size[0]}x{mask.size[1]} "
+            f"but its image {image.name} is {image.size[0]}x{image.size[1]}"
+        )
+    return mask.gray > 0
+
+
+def resize(array: np.ndarray, width: int, height: int) -> np.ndarray:
+    """Area averaging when it shrinks, bilinear when it grows; x goes to (x + 0.5) * s - 0.5."""
+    if (width, height) == (array.shape[1], array.shape[0]):
+        return array
+    shrinks = width * height < array.shape[1] * array.shape[0]
+    return cv2.resize(array, (width, height), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
+
+
+def encode_png(pixels: np.ndarray) -> bytes:
+    """h w or h w 3 (RGB), uint8."""
+    bgr = pixels if pixels.ndim == 2 else pixels[..., ::-1]
+    done, data = cv2.imencode(".png", np.ascontiguousarray(bgr))
+    if not done:
+        raise RuntimeError("the picture could not be encoded")
+    return data.tobytes()

@@ -1,0 +1,331 @@
+"""Image pair in, `Matches` out: resize, pad, batch, match, and back to original pixels."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prism_match.config import ModelConfig
+from prism_match.errors import UserError
+from prism_match.images import Image, ImageLike, load_image, load_mask, resize
+from prism_match.matches import Details, Matches
+from prism_match.model.prism import CELL, STRIDE, Features, PairMatches
+from prism_match.weights import build_model, weights_info
+
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+DEFAULT_SIZE = 832  # longer side in pixels, the paper's size for its ablations
+
+
+class Matcher:
+    """Matches photos. Load it once, use it for many pairs.
+
+    matcher = Matcher()
+    matches = matcher.match("a.jpg", "b.jpg")
+    """
+
+    def __init__(
+        self,
+        weights: str | Path | None = None,
+        *,
+        device: str | torch.device = "auto",
+        precision: Precision = "auto",
+        size: int = DEFAULT_SIZE,
+        threshold: float | None = None,
+        max_matches: int | None = None,
+        config: ModelConfig | None = None,
+    ):
+        """weights: a .safetensors file; None: those that ship in the package.
+        precision: "auto" is bf16 on a GPU that has it and fp32 elsewhere.
+        size: images are shrunk to this longer side before they are matched; never enlarged.
+        threshold: the least confidence of a match; None: the model's own theta_c.
+        max_matches: only so many of the most confident ones."""
+        if size < STRIDE:
+            raise UserError(f"size must be at least {STRIDE} pixels, not {size}")
+        if threshold is not None and not 0 <= threshold < 1:
+            raise UserError(f"threshold must be at least 0 and below 1, not {threshold}")
+        if max_matches is not None and max_matches < 1:
+            raise UserError(f"max_matches must be at least 1, not {max_matches}")
+        self.device = find_device(device)
+        self.dtype = find_dtype(precision, self.device)
+        self.size, self.threshold, self.max_matches = size, threshold, max_matches
+        self.info = weights_info(weights, config)
+        self.model = build_model(self.info).to(self.device)
+        if self.device.type == "cuda":
+            self.model.backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def match(
+        self,
+        image0: ImageLike,
+        image1: ImageLike,
+        mask0: ImageLike | None = None,
+        mask1: ImageLike | None = None,
+        *,
+        details: bool = False,
+    ) -> Matches:
+        """The correspondences of two images. Masks, of the size of their images, are non-zero where
+        to look. With `details` the result tells what was pruned and when."""
+        pair = Pair(self._prepare(image0, mask0), self._prepare(image1, mask1))
+        return self._match_batch([pair], self._extract([pair.a]), self._extract([pair.b]), details)[0]
+
+    def match_many(
+        self,
+        pairs: Iterable[tuple[ImageLike, ImageLike]],
+        batch_size: int = 8,
+        *,
+        details: bool = False,
+        cache_mib: int = 4096,
+    ) -> Iterator[Matches]:
+        """One result per pair, in order, as they are ready.
+
+        The features of an image are computed once, however many pairs it is in, as long as the images
+        in use at a time fit into `cache_mib`; beyond that the least recently used ones are dropped and
+        computed again if they come back. Pairs of equal padded size are matched `batch_size` at a
+        time."""
+        if batch_size < 1:
+            raise UserError(f"batch_size must be at least 1, not {batch_size}")
+        cache = FeatureCache(cache_mib * 2**20)
+        stream = iter(pairs)
+        while chunk := list(islice(stream, batch_size)):
+            yield from self._match_chunk(chunk, cache, details)
+
+    def _match_chunk(
+        self, chunk: list[tuple[ImageLike, ImageLike]], cache: FeatureCache, details: bool
+    ) -> list[Matches]:
+        entries: dict[Any, CacheEntry] = {}
+        for source in (source for pair in chunk for source in pair):
+            key = image_key(source)
+            if key not in entries:
+                entries[key] = cache.get(key) or CacheEntry(source, self._prepare(source, None))
+        missing = [e for e in entries.values() if e.features is None]
+        for group in group_by(missing, lambda e: e.prepared.padded_size):
+            for entry, features in zip(group, self._extract([e.prepared for e in group]), strict=True):
+                entry.features = features
+        results: dict[int, Matches] = {}
+        numbered = [(n, entries[image_key(a)], entries[image_key(b)]) for n, (a, b) in enumerate(chunk)]
+        for group in group_by(numbered, lambda x: (x[1].prepared.padded_size, x[2].prepared.padded_size)):
+            matches = self._match_batch(
+                [Pair(a.prepared, b.prepared) for _, a, b in group],
+                [a.features for _, a, _ in group if a.features],
+                [b.features for _, _, b in group if b.features],
+                details,
+            )
+            results |= {n: m for (n, _, _), m in zip(group, matches, strict=True)}
+        cache.add(entries)
+        return [results[n] for n in range(len(chunk))]
+
+    def _prepare(self, source: ImageLike, mask_source: ImageLike | None) -> Prepared:
+        image = load_image(source)
+        width, height = image.size
+        scale = min(self.size / max(width, height), 1.0)
+        w, h = max(CELL, round(width * scale)), max(CELL, round(height * scale))
+        region = None
+        if mask_source is not None:
+            mask = load_mask(mask_source, image).astype(np.float32)
+            # A cell is looked at if at least half of its pixels are.
+            cells = resize(mask, w, h)
+            cells = np.pad(cells, ((0, -h % STRIDE), (0, -w % STRIDE)))
+            region = cells.reshape(cells.shape[0] // CELL, CELL, -1, CELL).mean(axis=(1, 3)) >= 0.5
+        in_memory = image if not isinstance(source, (str, os.PathLike)) else None
+        return Prepared(resize(image.gray, w, h), image.size, image.name, in_memory, region)
+
+    @torch.inference_mode()
+    def _extract(self, prepared: list[Prepared]) -> list[Features]:
+        """Backbone features of images of equal padded size, one `Features` each."""
+        columns, rows = prepared[0].padded_size
+        images = np.zeros((len(prepared), 1, rows, columns), dtype=np.float32)
+        mask = np.zeros_like(images)
+        for n, p in enumerate(prepared):
+            height, width = p.gray.shape
+            images[n, 0, :height, :width] = p.gray
+            mask[n, 0, :height, :width] = 1
+        with self._autocast():
+            features = self.model.extract(
+                torch.from_numpy(images).to(self.device),
+                None if mask.all() else torch.from_numpy(mask).to(self.device),
+            )
+        parts = zip(features.coarse.split(1), features.fine.split(1), features.valid.split(1), strict=True)
+        return [Features(*part) for part in parts]
+
+    @torch.inference_mode()
+    def _match_batch(
+        self, pairs: list[Pair], features0: list[Features], features1: list[Features], details: bool
+    ) -> list[Matches]:
+        a, b = stack(features0), stack(features1)
+        keep0 = self._regions([p.a for p in pairs], a)
+        keep1 = self._regions([p.b for p in pairs], b)
+        with self._autocast():
+            found = self.model.match(a, b, keep0, keep1, self.threshold)
+        return [self._to_matches(found, n, pair, details) for n, pair in enumerate(pairs)]
+
+    def _regions(self, prepared: list[Prepared], features: Features) -> Tensor | None:
+        if all(p.region is None for p in prepared):
+            return None
+        shape = features.valid.shape[1:]
+        regions = [np.ones(shape, dtype=bool) if p.region is None else p.region for p in prepared]
+        return torch.from_numpy(np.stack(regions)).to(self.device)
+
+    def _to_matches(self, found: PairMatches, n: int, pair: Pair, details: bool) -> Matches:
+        mine = found.batch == n
+        points0, points1, scores = (
+            x[mine].float().cpu().numpy() for x in (found.keypoints0, found.keypoints1, found.confidence)
+        )
+        points0, points1 = pair.a.to_original(points0), pair.b.to_original(points1)
+        inside = is_inside(points0, pair.a.size) & is_inside(points1, pair.b.size)
+        order = np.argsort(-scores, kind="stable")
+        order = order[inside[order]][: self.max_matches]
+        return Matches(
+            points0[order], points1[order], scores[order],
+            pair.a.size, pair.b.size, pair.a.name, pair.b.name,
+            collect_details(found, n, pair) if details else None,
+            (pair.a.in_memory, pair.b.in_memory),
+        )  # fmt: skip
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An image as the model takes it, and the way back to its original pixels."""
+
+    gray: np.ndarray  # h w, float32, resized
+    size: tuple[int, int]  # original width, height
+    name: str
+    in_memory: Image | None  # the image itself where it came from no file
+    region: np.ndarray | None  # cells to look at, of the padded size
+
+    @property
+    def padded_size(self) -> tuple[int, int]:
+        """Width, height once the model has padded it."""
+        height, width = self.gray.shape
+        return width + -width % STRIDE, height + -height % STRIDE
+
+    @property
+    def cells(self) -> tuple[int, int]:
+        """Rows and columns of cells that hold at least one pixel of the image."""
+        height, width = self.gray.shape
+        return -(-height // CELL), -(-width // CELL)
+
+    def to_original(self, points: np.ndarray) -> np.ndarray:
+        """n 2, float32: the inverse of x -> (x + 0.5) * s - 0.5."""
+        scale = np.array(self.size, dtype=np.float32) / np.array(self.gray.shape[::-1], dtype=np.float32)
+        return ((points + 0.5) * scale - 0.5).astype(np.float32).reshape(-1, 2)
+
+
+@dataclass(frozen=True)
+class Pair:
+    a: Prepared
+    b: Prepared
+
+
+@dataclass
+class CacheEntry:
+    source: ImageLike  # held so that the identity of an object stays its own
+    prepared: Prepared
+    features: Features | None = None
+
+
+class FeatureCache:
+    """Features of the images used most recently, within a number of bytes."""
+
+    def __init__(self, limit: int):
+        self.limit, self.used = limit, 0
+        self.entries: OrderedDict[Any, CacheEntry] = OrderedDict()
+
+    def get(self, key: Any) -> CacheEntry | None:
+        return self.entries.get(key)
+
+    def add(self, entries: dict[Any, CacheEntry]) -> None:
+        for key, entry in entries.items():
+            if key not in self.entries:
+                self.used += entry_bytes(entry)
+            self.entries[key] = entry
+            self.entries.move_to_end(key)
+        while self.used > self.limit and self.entries:
+            _, dropped = self.entries.popitem(last=False)
+            self.used -= entry_bytes(dropped)
+
+
+def entry_bytes(entry: CacheEntry) -> int:
+    assert entry.features is not None
+    tensors = (entry.features.coarse, entry.features.fine, entry.features.valid)
+    return sum(t.numel() * t.element_size() for t in tensors) + entry.prepared.gray.nbytes
+
+
+def image_key(source: ImageLike) -> Any:
+    """The same for the same file, or the same object."""
+    return str(Path(source).resolve()) if isinstance(source, (str, os.PathLike)) else id(source)
+
+
+def group_by(items: list[Any], key: Any) -> list[list[Any]]:
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
+
+
+def stack(features: list[Features]) -> Features:
+    if len(features) == 1:
+        return features[0]
+    parts = zip(*((f.coarse, f.fine, f.valid) for f in features), strict=True)
+    return Features(*(torch.cat(part) for part in parts))
+
+
+def collect_details(found: PairMatches, n: int, pair: Pair) -> Details:
+    """The masks and NMI of one pair, cut to the cells that hold pixels."""
+
+    def cut(maps: list[Tensor], prepared: Prepared) -> np.ndarray:
+        rows, columns = prepared.cells
+        return torch.stack([m[n, :rows, :columns] for m in maps]).cpu().numpy()
+
+    layers = found.layers
+    keep0, keep1 = cut([x.keep0 for x in layers], pair.a), cut([x.keep1 for x in layers], pair.b)
+    if any(x.logit0 is None for x in layers):
+        return Details(keep0, keep1, None, None)
+    nmi0 = cut([x.logit0.float().sigmoid() for x in layers if x.logit0 is not None], pair.a)
+    nmi1 = cut([x.logit1.float().sigmoid() for x in layers if x.logit1 is not None], pair.b)
+    return Details(keep0, keep1, nmi0, nmi1)
+
+
+def is_inside(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """n, bool: on the area of a pixel of the image."""
+    return np.all((points >= -0.5) & (points <= np.array(size) - 0.5), axis=1)
+
+
+def find_device(name: str | torch.device) -> torch.device:
+    """ "auto": the GPU if there is one."""
+    if str(name) == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"{name}: no such device; use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"{name}: only cpu and cuda are supported")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"{name}: there are {torch.cuda.device_count()} CUDA devices on this machine")
+    return device
+
+
+def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    if precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    if precision not in DTYPES:
+        raise UserError(f"precision must be auto, fp32, bf16 or fp16, not {precision!r}")
+    return DTYPES[precision]
+
+
+def match(image0: ImageLike, image1: ImageLike, **options: Any) -> Matches:
+    """Match two images with the default settings. For more than one pair, keep a `Matcher`."""
+    return Matcher(**options).match(image0, image1)

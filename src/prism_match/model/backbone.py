@@ -1,0 +1,95 @@
+"""The ResNet-FPN of LoFTR: a coarse map at 1/8 of the image and a fine map at 1/2.
+
+Images of unequal size are padded to be batched, and padding must not change what is found. Two
+things take care of that: wherever a 3x3 convolution would read the padding, it reads zeros, exactly
+as it does beyond the border of an image that was not padded; and up-sampling averages over pixels
+that exist. Both cost nothing when there is no padding (`valid` is None).
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ResNetFPN(nn.Module):
+    def __init__(self, stage_dims: tuple[int, int, int], coarse_dim: int, fine_dim: int):
+        super().__init__()
+        d2, d4, d8 = stage_dims
+        self.stem = ConvNorm(1, d2, kernel=7, stride=2)
+        self.stage2 = nn.ModuleList([ResidualBlock(d2, d2), ResidualBlock(d2, d2)])
+        self.stage4 = nn.ModuleList([ResidualBlock(d2, d4, stride=2), ResidualBlock(d4, d4)])
+        self.stage8 = nn.ModuleList([ResidualBlock(d4, d8, stride=2), ResidualBlock(d8, d8)])
+        self.coarse = nn.Conv2d(d8, coarse_dim, 1, bias=False)
+        self.lateral4 = nn.Conv2d(d4, coarse_dim, 1, bias=False)
+        self.smooth4 = Smooth(coarse_dim, d4)
+        self.lateral2 = nn.Conv2d(d2, d4, 1, bias=False)
+        self.smooth2 = Smooth(d4, fine_dim)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, image: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """image: b 1 h w, h and w divisible by 8; valid: b 1 h w in {0, 1}, 0 = padding.
+        Returns coarse (b c h/8 w/8) and fine (b c h/2 w/2)."""
+        # A pixel of a coarser map exists if the pixel at its top-left corner does.
+        v1, v2, v4, v8 = (None if valid is None else valid[..., ::s, ::s] for s in (1, 2, 4, 8))
+        x2 = masked(F.relu(self.stem(masked(image, v1))), v2)
+        for block in self.stage2:
+            x2 = block(x2, v2)
+        x4 = x2
+        for block in self.stage4:
+            x4 = block(x4, v4)
+        x8 = x4
+        for block in self.stage8:
+            x8 = block(x8, v8)
+        coarse = masked(self.coarse(x8), v8)
+        y4 = self.smooth4(masked(self.lateral4(x4) + upsample(coarse, v8), v4), v4)
+        y2 = self.smooth2(masked(self.lateral2(x2) + upsample(y4, v4), v2), v2)
+        return coarse, y2
+
+
+def masked(x: Tensor, valid: Tensor | None) -> Tensor:
+    return x if valid is None else x * valid.to(x.dtype)
+
+
+def upsample(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Twice the size, bilinear. Next to padding, the weights of the pixels that exist are
+    rescaled to sum to one, which is what interpolation does at the border of an image."""
+    up = F.interpolate(x, scale_factor=2.0, mode="bilinear", align_corners=False)
+    if valid is None:
+        return up
+    weight = F.interpolate(valid.to(x.dtype), scale_factor=2.0, mode="bilinear", align_corners=False)
+    return up / weight.clamp(min=1 / 16)  # 1/16: the least weight of a pixel that exists
+
+
+class ConvNorm(nn.Sequential):
+    def __init__(self, dim_in: int, dim_out: int, kernel: int, stride: int = 1):
+        super().__init__(
+            nn.Conv2d(dim_in, dim_out, kernel, stride, padding=kernel // 2, bias=False),
+            nn.BatchNorm2d(dim_out),
+        )
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, dim_in: int, dim_out: int, stride: int = 1):
+        super().__init__()
+        self.conv1 = ConvNorm(dim_in, dim_out, kernel=3, stride=stride)
+        self.conv2 = ConvNorm(dim_out, dim_out, kernel=3)
+        self.shortcut = nn.Identity() if stride == 1 else ConvNorm(dim_in, dim_out, 1, stride)
+
+    def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
+        y = masked(F.relu(self.conv1(x)), valid)
+        return masked(F.relu(self.shortcut(x) + self.conv2(y)), valid)
+
+
+class Smooth(nn.Module):
+    """The two 3x3 convolutions after each top-down addition."""
+
+    def __init__(self, dim_in: int, dim_out: int):
+        super().__init__()
+        self.conv1 = ConvNorm(dim_in, dim_in, kernel=3)
+        self.conv2 = nn.Conv2d(dim_in, dim_out, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
+        return masked(self.conv2(masked(F.leaky_relu(self.conv1(x)), valid)), valid)

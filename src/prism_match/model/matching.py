@@ -1,0 +1,97 @@
+"""Match prediction: weighted dual-softmax in log space, then mutual nearest neighbours.
+
+P(i, j) = sigma^A(i) sigma^B(j) softmax(S(i, .))_j softmax(S(., j))_i,   S = tau <F^A, F^B>
+
+log P = 2 S - logsumexp_rows S - logsumexp_columns S + log sigma^A + log sigma^B
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# Entries of the similarity matrix held at a time when matches are extracted: 64 MiB of float32.
+CHUNK = 2**24
+
+
+def similarity(tokens0: Tensor, tokens1: Tensor, temperature: float) -> Tensor:
+    """S: ... n c, ... m c -> ... n m, float32. tau = 1 / (c * temperature), as in LoFTR."""
+    with torch.autocast(tokens0.device.type, enabled=False):
+        scale = 1 / math.sqrt(tokens0.shape[-1] * temperature)
+        return (tokens0.float() * scale) @ (tokens1.float() * scale).mT
+
+
+def log_confidence(
+    s: Tensor,
+    log_nmi0: Tensor | None,
+    log_nmi1: Tensor | None,
+    keep0: Tensor | None = None,
+    keep1: Tensor | None = None,
+) -> Tensor:
+    """log P (b n m) of the whole similarity matrix, as training needs it; pruned cells (keep: b n,
+    b m) take no part in either softmax. No log_nmi: the unweighted softmax."""
+    rows = s if keep1 is None else s.masked_fill(~keep1[:, None, :], -torch.inf)
+    columns = s if keep0 is None else s.masked_fill(~keep0[:, :, None], -torch.inf)
+    out = 2 * s - logsumexp(rows, dim=2)[:, :, None] - logsumexp(columns, dim=1)[:, None, :]
+    if log_nmi0 is not None and log_nmi1 is not None:
+        out = out + log_nmi0[:, :, None] + log_nmi1[:, None, :]
+    return out
+
+
+def logsumexp(s: Tensor, dim: int) -> Tensor:
+    """As torch.logsumexp, but with a zero gradient instead of NaN where everything is -inf."""
+    top = s.detach().amax(dim=dim, keepdim=True).clamp(min=-1e30)
+    return (s - top).exp().sum(dim=dim).clamp(min=1e-30).log() + top.squeeze(dim)
+
+
+def mutual_matches(
+    tokens0: Tensor,
+    tokens1: Tensor,
+    log_nmi0: Tensor | None,
+    log_nmi1: Tensor | None,
+    temperature: float,
+    theta_c: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs (i, j) of tokens (n c and m c) whose confidence is the highest of row i and of
+    column j, and above theta_c. Returns i, j (int64) and P (float32), ordered by i.
+
+    The matrix is worked through in chunks of rows, twice: once for the two normalisers and once for
+    the maxima, so that memory stays bounded at any image size."""
+    n, m = tokens0.shape[0], tokens1.shape[0]
+    if n == 0 or m == 0:
+        none = torch.zeros(0, dtype=torch.int64, device=tokens0.device)
+        return none, none, torch.zeros(0, device=tokens0.device)
+    starts = range(0, n, max(1, CHUNK // m))
+    stop = [min(n, a + max(1, CHUNK // m)) for a in starts]
+
+    single = similarity(tokens0, tokens1, temperature) if len(starts) == 1 else None
+    row_norms, column_norm = [], None
+    for a, b in zip(starts, stop, strict=True):
+        s = similarity(tokens0[a:b], tokens1, temperature) if single is None else single
+        row_norms.append(s.logsumexp(dim=1))
+        part = s.logsumexp(dim=0)
+        column_norm = part if column_norm is None else torch.logaddexp(column_norm, part)
+    assert column_norm is not None
+
+    row_best, row_arg = [], []
+    column_best = torch.full((m,), -torch.inf, device=tokens0.device)
+    column_arg = torch.zeros(m, dtype=torch.int64, device=tokens0.device)
+    for (a, b), row_norm in zip(zip(starts, stop, strict=True), row_norms, strict=True):
+        s = similarity(tokens0[a:b], tokens1, temperature) if single is None else single
+        log_p = 2 * s - row_norm[:, None] - column_norm
+        if log_nmi0 is not None and log_nmi1 is not None:
+            log_p = log_p + (log_nmi0[a:b, None] + log_nmi1)
+        best, arg = log_p.max(dim=1)
+        row_best.append(best)
+        row_arg.append(arg)
+        best, arg = log_p.max(dim=0)
+        better = best > column_best
+        column_best = torch.where(better, best, column_best)
+        column_arg = torch.where(better, arg + a, column_arg)
+
+    confidence, partner = torch.cat(row_best).exp(), torch.cat(row_arg)
+    i = torch.arange(n, device=tokens0.device)
+    found = (column_arg[partner] == i) & (confidence > theta_c)
+    return i[found], partner[found], confidence[found]

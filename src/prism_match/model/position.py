@@ -1,0 +1,54 @@
+"""Where a cell is: rotary encoding with learned frequencies, and LoFTR's absolute one (ablation)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+def normalised_centres(extent: Tensor, height: int, width: int, level: int) -> Tensor:
+    """Centres of a map's cells at 1/`level` of its resolution, in a frame where the longer side of
+    the image spans two units, so that positions mean the same at every image size.
+
+    extent: b 2, rows and columns of the map that are not padding. Returns b (h/level * w/level) 2,
+    as (x, y). Only differences of positions matter to the rotary encoding, so 0 is at a corner."""
+    device = extent.device
+    y = torch.arange(height // level, device=device) * level + level / 2
+    x = torch.arange(width // level, device=device) * level + level / 2
+    grid = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).reshape(1, -1, 2)
+    return grid * (2 / extent.amax(dim=1).clamp(min=1).float())[:, None, None]
+
+
+class RotaryEncoding(nn.Module):
+    """Turns each pair of channels k by theta = b_k . (x, y); the product of a turned query and a
+    turned key then depends on their relative position alone: Q_i^T R(x_i - x_j, y_i - y_j) K_j."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        # Directions spread by the golden angle, wavelengths from the whole image to a few cells.
+        k = torch.arange(dim // 2)
+        angle = k * math.pi * (3 - math.sqrt(5))
+        magnitude = torch.logspace(0, math.log10(40), dim // 2 // heads).repeat(heads)
+        b = torch.stack([angle.cos(), angle.sin()], dim=-1) * magnitude[:, None]
+        self.b = nn.Parameter(b.reshape(heads, dim // 2 // heads, 2))
+
+    def forward(self, x: Tensor, centres: Tensor) -> Tensor:
+        """x: b heads n d; centres: b n 2. Returns x turned, in its own dtype."""
+        # Angles reach 80 radians: a product of matrices in bf16 or TF32 would be off by up to half a one.
+        bx, by = self.b.float()[:, None].unbind(dim=-1)  # h 1 k
+        theta = bx * centres[:, None, :, None, 0] + by * centres[:, None, :, None, 1]  # b h n k
+        cos, sin = theta.cos().to(x.dtype), theta.sin().to(x.dtype)
+        first, second = x.chunk(2, dim=-1)
+        # R(-theta) on both sides leaves R(theta_i - theta_j) in the product, as the paper has it.
+        return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
+
+
+def absolute_encoding(dim: int, height: int, width: int, device: torch.device) -> Tensor:
+    """h w dim: sines and cosines of the row and column numbers, added to the coarse features."""
+    frequency = torch.exp(torch.arange(dim // 4, device=device) * (-math.log(10000.0) / (dim // 4)))
+    y = torch.arange(1, height + 1, device=device)[:, None] * frequency  # h dim/4
+    x = torch.arange(1, width + 1, device=device)[:, None] * frequency
+    x, y = x[None].expand(height, -1, -1), y[:, None].expand(-1, width, -1)
+    return torch.stack([x.sin(), x.cos(), y.sin(), y.cos()], dim=-1).flatten(2)

@@ -1,0 +1,246 @@
+"""PRISM, Algorithm 1 of the paper from top to bottom. Read `PRISM.match` first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism_match.config import ModelConfig
+from prism_match.model.attention import SADPA, LinearAttention
+from prism_match.model.backbone import ResNetFPN
+from prism_match.model.matching import mutual_matches
+from prism_match.model.position import absolute_encoding
+from prism_match.model.pruning import Cells, CosinePruning, PatchPruning, map_extent
+from prism_match.model.refinement import Refinement
+
+CELL = 8  # image pixels along the side of a coarse cell
+STRIDE = 32  # sides of the images inside the model are multiples of the coarsest level's cell
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the backbone sees in b images: independent of what they are matched with."""
+
+    coarse: Tensor  # b h/8 w/8 c
+    fine: Tensor  # b c h/2 w/2
+    valid: Tensor  # b h/8 w/8, bool: False where the image is padding
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """The pair after one MPM: features F_l, NMI (before the sigmoid) and pruning masks M_l."""
+
+    coarse0: Tensor  # b h w c
+    coarse1: Tensor
+    keep0: Tensor | None  # b h w, bool; None while training without masks
+    keep1: Tensor | None
+    logit0: Tensor | None = None  # b h w, float32, -inf where it was not estimated
+    logit1: Tensor | None = None  # None where the MPM does not prune
+
+
+@dataclass(frozen=True)
+class PairMatches:
+    """The m matches of b pairs, in pixels of the images given to the model."""
+
+    batch: Tensor  # m, int64: the pair a match belongs to; ascending
+    keypoints0: Tensor  # m 2, float32
+    keypoints1: Tensor  # m 2
+    confidence: Tensor  # m, P(i, j)
+    std: Tensor  # m, uncertainty of the refinement in pixels
+    layers: tuple[LayerState, ...]
+
+
+class PRISM(nn.Module):
+    def __init__(self, config: ModelConfig | None = None):
+        super().__init__()
+        self.config = c = config or ModelConfig()
+        self.backbone = ResNetFPN(c.stage_dims, c.coarse_dim, c.fine_dim)
+        self.mpms = nn.ModuleList([MPM(c, last=layer == c.layers - 1) for layer in range(c.layers)])
+        self.refinement = Refinement(c.coarse_dim, c.fine_dim, c.fine_heads, c.window)
+
+    @staticmethod
+    def from_pretrained(weights: str | Path | None = None) -> PRISM:
+        """The model with the weights that ship in the package, or those of a file."""
+        from prism_match.weights import load_model
+
+        return load_model(weights)
+
+    def match(
+        self,
+        a: Features,
+        b: Features,
+        keep0: Tensor | None = None,
+        keep1: Tensor | None = None,
+        theta_c: float | None = None,
+    ) -> PairMatches:
+        """Matches between images whose features are given (from `extract`).
+
+        keep: b h/8 w/8, cells to look at from the start (M_0); None = all."""
+        mask0 = a.valid if keep0 is None else a.valid & keep0
+        mask1 = b.valid if keep1 is None else b.valid & keep1
+        layers = self.transform(a, b, mask0, mask1)
+        i, j, k, confidence = self.coarse_matches(layers[-1], a.valid, b.valid, theta_c)
+        last = layers[-1]
+        offset, std = self.refinement(a.fine, b.fine, last.coarse0, last.coarse1, (k, i, j))
+        keypoints0 = cell_centre(i, a.coarse.shape[2])
+        keypoints1 = cell_centre(j, b.coarse.shape[2]) + offset
+        return PairMatches(k, keypoints0, keypoints1, confidence, std, tuple(layers))
+
+    def extract(self, image: Tensor, mask: Tensor | None = None) -> Features:
+        """image: b 1|3 h w in [0, 1], any size; mask: b h w, 0 = padding. Padded to a multiple of 32
+        on the right and at the bottom, which leaves pixel coordinates as they are."""
+        gray = to_gray(image)
+        height, width = gray.shape[-2:]
+        right, bottom = -width % STRIDE, -height % STRIDE
+        if mask is not None or right or bottom:
+            mask = torch.ones_like(gray) if mask is None else mask.reshape(gray.shape).to(gray.dtype)
+            gray, mask = (F.pad(x, (0, right, 0, bottom)) for x in (gray, mask))
+        coarse, fine = self.backbone(gray, mask)
+        coarse = coarse.permute(0, 2, 3, 1)
+        if self.config.position == "absolute":
+            coarse = coarse + absolute_encoding(coarse.shape[-1], *coarse.shape[1:3], coarse.device)
+        if mask is None:
+            valid = torch.ones(coarse.shape[:3], dtype=torch.bool, device=coarse.device)
+        else:
+            valid = mask[:, 0, ::CELL, ::CELL] > 0
+            coarse = coarse * valid[..., None]
+        return Features(coarse, fine, valid)
+
+    def transform(
+        self,
+        a: Features,
+        b: Features,
+        mask0: Tensor | None,
+        mask1: Tensor | None,
+        protect: tuple[Tensor, Tensor] | None = None,
+        prune: bool = True,
+    ) -> list[LayerState]:
+        """The L MPMs, from F_0, M_0 to F_L, M_L. While training, `protect` (b h w each) are cells
+        that must not be pruned, whatever the estimator says. Without `prune` the NMI is estimated but
+        M_0 stays; if that is None (every cell of unpadded images), attention needs no mask: faster."""
+        state = LayerState(a.coarse, b.coarse, mask0, mask1)
+        layers = []
+        for mpm in self.mpms:
+            state = mpm(state, a.valid, b.valid, protect, prune)
+            layers.append(state)
+        return layers
+
+    def coarse_matches(
+        self, last: LayerState, valid0: Tensor, valid1: Tensor, theta_c: float | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """M_c: cells i of A, cells j of B, the pair k they belong to, confidence; each m."""
+        c = self.config
+        inner0, inner1 = (away_from_border(v, c.border).flatten(1) for v in (valid0, valid1))
+        found = []
+        for k in range(last.keep0.shape[0]):
+            kept0, kept1 = (keep[k].flatten().nonzero().squeeze(1) for keep in (last.keep0, last.keep1))
+            log_nmi0 = log_nmi1 = None
+            if c.weighted_softmax and last.logit0 is not None and last.logit1 is not None:
+                log_nmi0 = F.logsigmoid(last.logit0[k].flatten()[kept0])
+                log_nmi1 = F.logsigmoid(last.logit1[k].flatten()[kept1])
+            i, j, confidence = mutual_matches(
+                last.coarse0[k].flatten(0, 1)[kept0],
+                last.coarse1[k].flatten(0, 1)[kept1],
+                log_nmi0, log_nmi1, c.temperature, c.theta_c if theta_c is None else theta_c,
+            )  # fmt: skip
+            i, j = kept0[i], kept1[j]
+            inner = inner0[k, i] & inner1[k, j]
+            i, j, confidence = i[inner], j[inner], confidence[inner]
+            found.append((i, j, torch.full_like(i, k), confidence))
+        i, j, batch, confidence = (torch.cat(column) for column in zip(*found, strict=True))
+        return i, j, batch, confidence
+
+    def forward(self, data: dict[str, Tensor]) -> dict[str, Tensor]:
+        """kornia's LoFTR convention. In: image0, image1 (b 1|3 h w in [0, 1]), optionally mask0,
+        mask1 (b h w, 0 = padding). Out: keypoints0, keypoints1 (m 2), confidence (m), batch_indexes."""
+        a = self.extract(data["image0"], data.get("mask0"))
+        b = self.extract(data["image1"], data.get("mask1"))
+        found = self.match(a, b)
+        return {
+            "keypoints0": found.keypoints0,
+            "keypoints1": found.keypoints1,
+            "confidence": found.confidence,
+            "batch_indexes": found.batch,
+        }
+
+
+class MPM(nn.Module):
+    """Multi-scale Pruning Module: self SADPA, cross SADPA, Patch Pruning; the same for both images."""
+
+    def __init__(self, config: ModelConfig, last: bool):
+        super().__init__()
+        c = config
+        self.levels, self.theta_p = c.levels, c.theta_p
+        attention = SADPA if c.attention == "sadpa" else LinearAttention
+        rotary = c.position == "rotary"
+        self.self_attention = attention(c.coarse_dim, c.heads, c.levels, rotary=rotary)
+        self.cross_attention = attention(c.coarse_dim, c.heads, c.levels, rotary=False)
+        prunes = c.pruning == "every" or (c.pruning == "last" and last)
+        estimator = PatchPruning(c.coarse_dim) if c.estimator == "nmi" else CosinePruning()
+        self.pruning = estimator if prunes else None
+
+    def forward(
+        self,
+        state: LayerState,
+        valid0: Tensor,
+        valid1: Tensor,
+        protect: tuple[Tensor, Tensor] | None,
+        prune: bool = True,
+    ) -> LayerState:
+        gather = not self.training
+        cells0 = Cells.of(state.keep0, valid0, self.levels, gather)
+        cells1 = Cells.of(state.keep1, valid1, self.levels, gather)
+        f0 = self.self_attention(state.coarse0, state.coarse0, cells0, cells0)
+        f1 = self.self_attention(state.coarse1, state.coarse1, cells1, cells1)
+        f0, f1 = (
+            self.cross_attention(f0, f1, cells0, cells1),
+            self.cross_attention(f1, f0, cells1, cells0),
+        )
+        if self.pruning is None:
+            return LayerState(f0, f1, state.keep0, state.keep1)
+        logit0, logit1 = self.estimate(f0, f1, cells0, cells1), self.estimate(f1, f0, cells1, cells0)
+        if not prune:
+            return LayerState(f0, f1, state.keep0, state.keep1, logit0, logit1)
+        assert state.keep0 is not None and state.keep1 is not None
+        keep0 = state.keep0 & (logit0.sigmoid() >= self.theta_p)
+        keep1 = state.keep1 & (logit1.sigmoid() >= self.theta_p)
+        if protect is not None:
+            keep0, keep1 = keep0 | protect[0], keep1 | protect[1]
+        return LayerState(f0, f1, keep0, keep1, logit0, logit1)
+
+    def estimate(self, features: Tensor, other: Tensor, cells: Cells, other_cells: Cells) -> Tensor:
+        """b h w: the NMI of each cell that is still kept, before the sigmoid."""
+        assert self.pruning is not None
+        tokens = cells.queries.gather(features.flatten(1, 2))
+        others = other_cells.queries.gather(other.flatten(1, 2))
+        logit = self.pruning(tokens, others, other_cells.queries.mask)
+        if cells.queries.index is not None:
+            nowhere = torch.full(features.shape[:3], -torch.inf, device=features.device)
+            logit = cells.queries.scatter(nowhere.flatten(1)[..., None], logit[..., None])
+        return logit.view(features.shape[:3])
+
+
+def to_gray(image: Tensor) -> Tensor:
+    """b 1|3 h w -> b 1 h w."""
+    if image.shape[1] == 1:
+        return image
+    weights = image.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)
+    return (image * weights).sum(dim=1, keepdim=True)
+
+
+def cell_centre(index: Tensor, columns: int) -> Tensor:
+    """index: m, in a map of that many columns. Returns m 2: the pixel (x, y) of the cell's centre."""
+    return torch.stack([index % columns, index // columns], dim=1) * float(CELL) + (CELL - 1) / 2
+
+
+def away_from_border(valid: Tensor, border: int) -> Tensor:
+    """valid: b h w. Returns b h w: cells at least `border` cells away from the image's edges."""
+    height, width = valid.shape[1:]
+    y = torch.arange(height, device=valid.device)[:, None]
+    x = torch.arange(width, device=valid.device)
+    rows, columns = map_extent(valid)[:, :, None, None].unbind(dim=1)
+    return valid & (y >= border) & (x >= border) & (y < rows - border) & (x < columns - border)
