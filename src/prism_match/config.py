@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from prism_match.errors import UserError
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -103,13 +105,13 @@ def load_model_config(name_or_file: str | Path) -> ModelConfig:
         return PRESETS[str(name_or_file)]
     path = Path(name_or_file)
     if not path.is_file():
-        raise ValueError(f"{name_or_file}: neither a file nor one of {', '.join(PRESETS)}")
+        raise UserError(f"{name_or_file}: neither a file nor one of {', '.join(PRESETS)}")
     try:
         text = path.read_text(encoding="utf-8")
         values = parse_toml(text) if path.suffix == ".toml" else json.loads(text)
         return ModelConfig.from_dict(values)
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {error}") from error
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -1,0 +1,160 @@
+"""The command line as a user meets it: exit codes, one line on standard error, no partial files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+from test_images import broken_files
+
+from prism_match import Matches, __version__, cli
+from prism_match.config import PRESETS
+
+ASSETS = Path(cli.__file__).parent / "assets"
+PAIR = [str(ASSETS / "astronaut0.jpg"), str(ASSETS / "astronaut1.jpg")]
+FAST = ["--size", "160", "--threshold", "0", "--device", "cpu"]
+
+
+@pytest.fixture
+def prism(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # noqa: ANN201
+    config = tmp_path / "tiny.json"
+    config.write_text(json.dumps(PRESETS["tiny"].to_dict()))
+
+    def run(*words: object, tiny: bool = True) -> tuple[int, str, str]:
+        extra = ["--model-config", str(config)] if tiny else []
+        monkeypatch.setattr(sys, "argv", ["prism", *map(str, words), *extra])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+            raise SystemExit(0)
+        captured = capsys.readouterr()
+        return int(stop.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def test_match_writes_everything(prism, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    code, text, _ = prism("match", *PAIR, "-o", out, *FAST)
+    assert code == 0
+    assert {p.name for p in out.iterdir()} == {"matches.npz", "matches.png", "pruning.png"}
+    matches = Matches.load(out / "matches.npz")
+    assert f"matches              {len(matches)}\n" in text
+    assert matches.details is not None
+    for name in ("matches.png", "pruning.png"):
+        assert np.asarray(PIL.Image.open(out / name)).std() > 10
+
+
+def test_match_as_json_with_homography(prism, tmp_path: Path) -> None:
+    code, text, _ = prism(
+        "match", PAIR[0], PAIR[0], "-o", tmp_path, *FAST, "--geometry", "homography", "--json"
+    )
+    result = json.loads(text)
+    assert code == 0
+    assert result["matches"] > 20 and len(result["kept_cells0"]) == 2
+    assert {Path(f).name for f in result["files"]} == {
+        "matches.npz",
+        "matches.png",
+        "pruning.png",
+        "overlay.png",
+    }
+    np.testing.assert_allclose(np.array(result["matrix"]) / result["matrix"][2][2], np.eye(3), atol=8)
+
+
+def test_no_matches_is_no_error(prism, tmp_path: Path) -> None:
+    code, _, _ = prism(
+        "match", *PAIR, "-o", tmp_path, "--size", 160, "--threshold", 0.99, "--geometry", "homography"
+    )
+    assert code == 0
+    assert len(Matches.load(tmp_path / "matches.npz")) == 0
+
+
+def test_masks_and_limits(prism, tmp_path: Path) -> None:
+    mask = np.zeros((512, 512), np.uint8)
+    mask[:256] = 255
+    PIL.Image.fromarray(mask).save(tmp_path / "mask.png")
+    code, _, _ = prism(
+        "match", *PAIR, "-o", tmp_path, *FAST, "--mask0", tmp_path / "mask.png", "--max-matches", 3
+    )
+    matches = Matches.load(tmp_path / "matches.npz")
+    assert code == 0 and len(matches) == 3 and matches.keypoints0[:, 1].max() < 256
+
+
+def test_untrained_weights_are_called_so(prism, tmp_path: Path) -> None:
+    code, text, err = prism("demo", "-o", tmp_path, "--size", 160, "--device", "cpu")
+    assert code == 0
+    assert "untrained" in err and "matches" in text
+
+
+def test_info(prism) -> None:
+    code, text, _ = prism("info", "--json", tiny=False)
+    result = json.loads(text)
+    assert code == 0
+    assert result["version"] == __version__
+    assert 22e6 < result["parameters"] < 24e6
+    assert result["config"]["theta_p"] == 0.05
+    code, text, _ = prism("info")
+    assert code == 0 and "config.layers" in text
+
+
+def test_version_and_help(prism) -> None:
+    assert prism("--version", tiny=False)[1] == f"prism-match {__version__}\n"
+    code, text, _ = prism("match", "--help", tiny=False)
+    assert code == 0 and "Examples:" in text
+
+
+@pytest.mark.parametrize("case", ["missing", "folder", "text", "truncated", "empty", "bomb", "1x1", "nan"])
+def test_broken_images(prism, tmp_path: Path, case: str) -> None:
+    (tmp_path / "in").mkdir()
+    path, word = broken_files(tmp_path / "in")[case]
+    for words in ((path, PAIR[1]), (PAIR[0], path)):
+        out = tmp_path / "out"
+        code, text, err = prism("match", *words, "-o", out, *FAST)
+        assert code == 2 and text == ""
+        assert err.count("\n") == 1 and str(path) in err and word in err
+        assert not out.exists(), "nothing is written"
+
+
+def test_other_mistakes(prism, tmp_path: Path) -> None:
+    small, bad = tmp_path / "small.png", tmp_path / "bad.safetensors"
+    PIL.Image.fromarray(np.zeros((40, 40), np.uint8)).save(small)
+    bad.write_bytes(b"nonsense")
+    (tmp_path / "file").write_text("")
+    toml = tmp_path / "bad.toml"
+    toml.write_text("layers = 0")
+    for words, word in (
+        (["--mask0", small], "the mask is 40x40"),
+        (["--weights", tmp_path / "none.safetensors"], "none.safetensors"),
+        (["--weights", bad], "bad.safetensors"),
+        (["--device", "cuda:7"], "cuda:7"),
+        (["--device", "abacus"], "abacus"),
+        (["--size", "8"], "size"),
+        (["-o", tmp_path / "file"], "file"),
+        (["-o", tmp_path / "file" / "below"], "below"),
+        (["--model-config", toml], "bad.toml"),
+        (["--model-config", "huge"], "huge"),
+    ):
+        extra = [] if "-o" in words else ["-o", tmp_path / "out"]
+        code, text, err = prism("match", *PAIR, *FAST, *extra, *words, tiny="--model-config" not in words)
+        err = "\n".join(x for x in err.splitlines() if "untrained" not in x)
+        assert code == 2 and text == "", words
+        assert err.startswith("prism: ") and err.count("\n") == 0 and word in err, err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_unwritable_folder(prism, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    code, _, err = prism("match", *PAIR, "-o", tmp_path / "out", *FAST)
+    assert code == 2 and "out" in err
+
+
+def test_import_is_light() -> None:
+    """Asking for help must not wait for PyTorch."""
+    code = "import sys, prism_match.cli; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

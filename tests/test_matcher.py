@@ -1,0 +1,313 @@
+"""`Matcher` and `Matches`: what goes in, what comes out, and that batches give what singles give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prism_match import Matcher, Matches, UserError
+from prism_match.config import PRESETS
+from prism_match.matcher import FeatureCache
+from prism_match.weights import load_model, save_weights, weights_info
+
+TINY = PRESETS["tiny"].replace(theta_c=0.0)
+
+
+@pytest.fixture(scope="module")
+def matcher() -> Matcher:
+    return Matcher(config=TINY, device="cpu", size=160)
+
+
+def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).random((height, width), dtype=np.float32)
+
+
+def same(a: Matches, b: Matches, tolerance: float = 1e-2) -> None:
+    """The same set of matches; their order may differ where scores are equal but for rounding."""
+    assert len(a) == len(b) > 0
+    rows = [np.concatenate([m.keypoints0, m.keypoints1, m.scores[:, None]], axis=1) for m in (a, b)]
+    rows = [r[np.lexsort(np.round(r[:, :2], 2).T)] for r in rows]
+    np.testing.assert_allclose(rows[0], rows[1], atol=tolerance)
+
+
+def test_result_is_in_pixels_of_the_originals(matcher: Matcher, photo: np.ndarray) -> None:
+    result = matcher.match(photo, photo)
+    assert len(result) > 20
+    for points in (result.keypoints0, result.keypoints1):
+        assert points.dtype == np.float32 and points.shape == (len(result), 2)
+        assert (points >= -0.5).all() and (points <= 511.5).all()
+    assert result.scores.dtype == np.float32
+    assert (np.diff(result.scores) <= 0).all(), "best first"
+    # A cell of the resized photo is 8 * 512 / 160 pixels wide; centres of cells map to centres.
+    cell = 8 * 512 / 160
+    np.testing.assert_allclose((result.keypoints0 + 0.5) / cell % 1, 0.5, atol=1e-3)
+    # An image matched with itself: each match stays within the reach of the refinement.
+    close = np.abs(result.keypoints0 - result.keypoints1).max(axis=1) < cell
+    assert close.mean() > 0.9
+
+
+def test_sizes_may_differ_and_small_images_stay_as_they_are(matcher: Matcher) -> None:
+    result = matcher.match(noise(33, 150), noise(100, 47), details=True)
+    assert result.size0 == (150, 33) and result.size1 == (47, 100)
+    assert result.details.keep0.shape == (2, 5, 19)
+    assert result.details.nmi1.shape == (2, 13, 6)
+    assert result.details.keep0.dtype == bool and result.details.nmi0.dtype == np.float32
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.tuples(*[st.integers(32, 170)] * 4), st.integers(0, 99))
+def test_any_shape(matcher: Matcher, shape: tuple[int, int, int, int], seed: int) -> None:
+    image0, image1 = noise(shape[0], shape[1], seed), noise(shape[2], shape[3], seed + 1)
+    result = matcher.match(image0, image1)
+    assert result.keypoints0.shape == result.keypoints1.shape == (len(result), 2)
+    for points, image in ((result.keypoints0, image0), (result.keypoints1, image1)):
+        assert np.isfinite(points).all()
+        assert (points >= -0.5).all() and (points <= np.array(image.shape[::-1]) - 0.5).all()
+
+
+def test_many_give_what_singles_give(matcher: Matcher, tmp_path: Path, photo: np.ndarray) -> None:
+    files = []
+    for n, shape in enumerate([(96, 128), (96, 128), (128, 96), (70, 90)]):
+        files.append(tmp_path / f"{n}.png")
+        PIL.Image.fromarray(photo[n * 40 : n * 40 + shape[0], n * 60 : n * 60 + shape[1]]).save(files[-1])
+    pairs = [(files[i], files[j]) for i in range(4) for j in range(i + 1, 4)]
+    for batch_size in (1, 4, 16):
+        results = list(matcher.match_many(iter(pairs), batch_size=batch_size))
+        assert [(r.name0, r.name1) for r in results] == [(str(a), str(b)) for a, b in pairs]
+        for pair, result in zip(pairs, results, strict=True):
+            same(result, matcher.match(*pair))
+
+
+def test_features_are_computed_once_per_image(matcher: Matcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = [noise(64, 64, n) for n in range(4)]
+    seen: list[int] = []
+    extract = matcher.model.extract
+
+    def spy(image: torch.Tensor, mask: torch.Tensor | None = None) -> object:
+        seen.append(len(image))
+        return extract(image, mask)
+
+    monkeypatch.setattr(matcher.model, "extract", spy)
+    pairs = [(images[i], images[j]) for i in range(4) for j in range(4)]
+    assert len(list(matcher.match_many(pairs, batch_size=3))) == 16
+    assert sum(seen) == 4
+
+
+def test_feature_cache_stays_within_its_limit(matcher: Matcher) -> None:
+    images = [noise(64, 64, n) for n in range(6)]
+    pairs = [(images[i], images[(i + 1) % 6]) for i in range(6)]
+    largest = 0
+    add = FeatureCache.add
+
+    def spy(self: FeatureCache, entries: dict) -> None:
+        nonlocal largest
+        add(self, entries)
+        largest = max(largest, self.used)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FeatureCache, "add", spy)
+        results = list(matcher.match_many(pairs, batch_size=1, cache_mib=0))
+    assert largest == 0 and len(results) == 6
+    same(results[5], matcher.match(*pairs[5]))
+
+
+def test_region_masks_limit_where_matches_are(matcher: Matcher, photo: np.ndarray) -> None:
+    mask = np.zeros(photo.shape, dtype=bool)
+    mask[:, :256] = True
+    result = matcher.match(photo, photo, mask0=mask)
+    assert len(result) > 0
+    assert result.keypoints0[:, 0].max() < 256
+    assert len(matcher.match(photo, photo, mask0=np.zeros_like(mask))) == 0
+    same(matcher.match(photo, photo, mask0=np.ones_like(mask)), matcher.match(photo, photo))
+
+
+def test_black_images_and_strangers_are_no_error(matcher: Matcher) -> None:
+    strict = Matcher(config=TINY, device="cpu", threshold=0.5)
+    black = np.zeros((64, 64), np.uint8)
+    for pair in ((black, black), (black, noise(64, 80)), (noise(64, 64, 1), noise(64, 64, 2))):
+        assert strict.match(*pair).keypoints0.shape == (0, 2)
+        assert np.isfinite(matcher.match(*pair).scores).all()
+
+
+def test_threshold_and_max_matches(photo: np.ndarray) -> None:
+    matcher = Matcher(config=TINY, device="cpu", size=160, threshold=0.001, max_matches=10)
+    result = matcher.match(photo, photo)
+    assert len(result) == 10 and result.scores.min() > 0.001
+    loose = Matcher(config=TINY, device="cpu", size=160, threshold=0.0).match(photo, photo)
+    np.testing.assert_allclose(result.scores, loose.scores[:10], atol=1e-6)
+
+
+def test_same_result_twice(matcher: Matcher, photo: np.ndarray) -> None:
+    first, second = (
+        matcher.match(photo, photo),
+        Matcher(config=TINY, device="cpu", size=160).match(photo, photo),
+    )
+    assert np.array_equal(first.keypoints1, second.keypoints1)
+    assert np.array_equal(first.scores, second.scores)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_precisions_agree(matcher: Matcher, photo: np.ndarray, precision: str) -> None:
+    half = Matcher(config=TINY, device="cpu", size=160, precision=precision).match(photo, photo)
+    full = matcher.match(photo, photo)
+    assert np.isfinite(half.keypoints1).all()
+    assert 0.7 * len(full) < len(half) < 1.4 * len(full)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"size": 16}, "size"),
+        ({"threshold": 1.5}, "threshold"),
+        ({"max_matches": 0}, "max_matches"),
+        ({"device": "quantum"}, "quantum"),
+        ({"device": "cuda:99"}, "cuda:99"),
+        ({"precision": "int4"}, "precision"),
+        ({"weights": "nowhere.safetensors"}, "nowhere.safetensors"),
+    ],
+)
+def test_bad_options(options: dict, word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        Matcher(**{"config": TINY} | options)
+
+
+# --- Matches ----------------------------------------------------------------------------------------
+
+
+def some_matches(n: int = 30) -> Matches:
+    rng = np.random.default_rng(0)
+    points0 = rng.uniform(0, 100, (n, 2)).astype(np.float32)
+    scores = np.sort(rng.random(n).astype(np.float32))[::-1]
+    return Matches(points0, points0 * 0.5 + 3, scores, (100, 100), (80, 60), "a ü.jpg", "b,c.jpg")
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".json", ".csv", ".h5"])
+@pytest.mark.parametrize("count", [30, 0])
+def test_save_and_load(tmp_path: Path, suffix: str, count: int) -> None:
+    matches = some_matches(count)
+    matches.save(tmp_path / f"m{suffix}")
+    loaded = Matches.load(tmp_path / f"m{suffix}")
+    for key in ("keypoints0", "keypoints1", "scores"):
+        assert np.array_equal(getattr(loaded, key), getattr(matches, key))
+        assert getattr(loaded, key).dtype == np.float32
+    assert (loaded.size0, loaded.size1, loaded.name0, loaded.name1) == (
+        (100, 100),
+        (80, 60),
+        "a ü.jpg",
+        "b,c.jpg",
+    )
+    assert [p.name for p in tmp_path.iterdir()] == [f"m{suffix}"], "no temporary file is left"
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".json", ".h5"])
+def test_details_are_saved(tmp_path: Path, matcher: Matcher, suffix: str) -> None:
+    matches = matcher.match(noise(64, 64), noise(64, 96), details=True)
+    matches.save(tmp_path / f"m{suffix}")
+    loaded = Matches.load(tmp_path / f"m{suffix}").details
+    for key, value in vars(matches.details).items():
+        np.testing.assert_allclose(getattr(loaded, key), value, atol=1e-6)
+
+
+def test_bad_files_of_matches(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="saved as"):
+        some_matches().save(tmp_path / "m.txt")
+    with pytest.raises(UserError, match="cannot be written"):
+        some_matches().save(tmp_path / "nowhere" / "m.npz")
+    with pytest.raises(UserError, match="no such file"):
+        Matches.load(tmp_path / "m.npz")
+    for suffix in (".npz", ".json", ".csv", ".h5"):
+        (tmp_path / f"bad{suffix}").write_text("{}")
+        with pytest.raises(UserError, match="not a file of matches"):
+            Matches.load(tmp_path / f"bad{suffix}")
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.npz"
+    some_matches(5).save(path)
+
+    def full_disk(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", full_disk)
+    with pytest.raises(UserError, match="No space left"):
+        some_matches(7).save(path)
+    monkeypatch.undo()
+    assert len(Matches.load(path)) == 5
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_filter_and_swap() -> None:
+    matches = some_matches()
+    assert len(matches.filter(min_score=0.5)) == (matches.scores >= 0.5).sum()
+    assert np.array_equal(matches.filter(top=4).scores, matches.scores[:4])
+    assert np.array_equal(
+        matches.filter(matches.scores > 0.9).keypoints0, matches.keypoints0[matches.scores > 0.9]
+    )
+    assert np.array_equal(matches.filter([3, 1]).scores, matches.scores[[3, 1]])
+    swapped = matches.swap()
+    assert np.array_equal(swapped.keypoints0, matches.keypoints1) and swapped.size0 == (80, 60)
+
+
+def test_estimate_and_warp(photo: np.ndarray) -> None:
+    matches = some_matches()
+    found = matches.estimate("homography")
+    assert found.num_inliers == 30
+    image = np.zeros((100, 100), np.uint8)
+    image[40:61, 20:41] = 255
+    warped = matches.warp(image)
+    assert warped.shape == (60, 80, 3)
+    ys, xs = np.nonzero(warped[..., 0] > 127)
+    assert xs.mean() == pytest.approx(30 * 0.5 + 3, abs=0.6) and ys.mean() == pytest.approx(
+        50 * 0.5 + 3, abs=0.6
+    )
+    with pytest.raises(UserError, match="no homography"):
+        some_matches(2).warp(image)
+
+
+def test_plot(tmp_path: Path, matcher: Matcher, photo: np.ndarray) -> None:
+    matches = matcher.match(photo, photo)
+    picture = matches.plot(tmp_path / "m.png", title="a title")
+    assert np.array_equal(np.asarray(PIL.Image.open(tmp_path / "m.png")), picture)
+    assert picture.shape == (512, 1032, 3)
+    assert matches.filter(top=0).plot().shape == picture.shape
+    with pytest.raises(UserError, match="matches are for 512x512"):
+        matches.plot(image0=photo[:100, :100])
+
+
+# --- weights ----------------------------------------------------------------------------------------
+
+
+def test_weights_round_trip(tmp_path: Path, photo: np.ndarray) -> None:
+    path = tmp_path / "w.safetensors"
+    model = load_model(config=TINY)
+    save_weights(path, model, {"pairs": 12}, torch.float32)
+    info = weights_info(path)
+    assert info.config == TINY and info.training == {"pairs": 12} and len(info.sha256) == 64
+    result = Matcher(path, device="cpu", size=160).match(photo, photo)
+    same(result, Matcher(config=TINY, device="cpu", size=160).match(photo, photo))
+    save_weights(path, model, {}, torch.float16)
+    half = load_model(path)
+    assert all(p.dtype == torch.float32 for p in half.parameters())
+
+
+def test_wrong_weights(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path / "w.safetensors"
+    save_weights(path, load_model(config=TINY), {}, torch.float32)
+    state = load_file(path)
+    moved = state.pop("backbone.coarse.weight")
+    save_file(state | {"extra": moved}, path)
+    with pytest.raises(UserError, match=r"1 missing \(backbone.coarse.weight\); 1 unexpected \(extra\)"):
+        load_model(path, TINY)
+    with pytest.raises(UserError, match="of another shape"):
+        load_model(path)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(UserError, match="not a file of PRISM weights"):
+        load_model(path)
