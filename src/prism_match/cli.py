@@ -15,6 +15,8 @@ import typer
 
 from prism_match import __version__
 from prism_match.errors import UserError
+from prism_match.evaluation.commands import evaluate
+from prism_match.training.commands import data, train
 
 if TYPE_CHECKING:
     from prism_match.geometry import Estimate
@@ -177,6 +179,11 @@ def info(
     print_table({k: v for k, v in result.items() if v is not None})
 
 
+app.command("eval")(evaluate)
+app.command()(train)
+app.add_typer(data, name="data")
+
+
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
@@ -236,9 +243,9 @@ def write_results(matches: Matches, estimate: Estimate, folder: Path) -> list[Pa
         pictures["overlay.png"] = viz.draw_overlay(matches.warp(homography=estimate.matrix), image1, covered)
     encoded = {folder / name: encode_png(picture) for name, picture in pictures.items()}
     matches.save(folder / "matches.npz")
-    for path, data in encoded.items():
+    for path, png in encoded.items():
         with atomic_path(path) as temporary:
-            temporary.write_bytes(data)
+            temporary.write_bytes(png)
     return [folder / "matches.npz", *encoded]
 
 

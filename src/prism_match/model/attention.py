@@ -81,7 +81,7 @@ class LinearAttention(SADPA):
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """b h n d, b h m d, b h m d -> b h n d; mask: b m. No key at all gives a message of zeros."""
-    if key.shape[2] == 0:
+    if query.numel() == 0 or key.shape[2] == 0:  # cuDNN answers None to no queries
         return torch.zeros_like(query)
     if mask is None:
         return F.scaled_dot_product_attention(query, key, value)

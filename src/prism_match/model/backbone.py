@@ -8,6 +8,7 @@ that exist. Both cost nothing when there is no padding (`valid` is None).
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -56,11 +57,25 @@ def masked(x: Tensor, valid: Tensor | None) -> Tensor:
 def upsample(x: Tensor, valid: Tensor | None) -> Tensor:
     """Twice the size, bilinear. Next to padding, the weights of the pixels that exist are
     rescaled to sum to one, which is what interpolation does at the border of an image."""
-    up = F.interpolate(x, scale_factor=2.0, mode="bilinear", align_corners=False)
+    up = double(x) if x.requires_grad else F.interpolate(x, scale_factor=2.0, mode="bilinear")
     if valid is None:
         return up
     weight = F.interpolate(valid.to(x.dtype), scale_factor=2.0, mode="bilinear", align_corners=False)
     return up / weight.clamp(min=1 / 16)  # 1/16: the least weight of a pixel that exists
+
+
+def double(x: Tensor) -> Tensor:
+    """b c h w -> b c 2h 2w, bilinear, as `F.interpolate` has it, but made of shifts: the gradient of
+    that one adds up atomically, pixel by pixel, and takes longer than the convolutions around it."""
+    x = x.permute(0, 2, 3, 1)  # channels stay innermost, as the convolutions want them
+    for dim in (1, 2):
+        n = x.shape[dim]
+        before = torch.cat([x.narrow(dim, 0, 1), x.narrow(dim, 0, n - 1)], dim)
+        after = torch.cat([x.narrow(dim, 1, n - 1), x.narrow(dim, n - 1, 1)], dim)
+        x = torch.stack([torch.lerp(x, before, 0.25), torch.lerp(x, after, 0.25)], dim + 1).flatten(
+            dim, dim + 1
+        )
+    return x.permute(0, 3, 1, 2)
 
 
 class ConvNorm(nn.Sequential):

@@ -135,6 +135,7 @@ class PRISM(nn.Module):
         """M_c: cells i of A, cells j of B, the pair k they belong to, confidence; each m."""
         c = self.config
         inner0, inner1 = (away_from_border(v, c.border).flatten(1) for v in (valid0, valid1))
+        assert last.keep0 is not None and last.keep1 is not None  # they are None only while training
         found = []
         for k in range(last.keep0.shape[0]):
             kept0, kept1 = (keep[k].flatten().nonzero().squeeze(1) for keep in (last.keep0, last.keep1))

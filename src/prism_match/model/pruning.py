@@ -25,8 +25,9 @@ class Selection:
 
     @staticmethod
     def of(keep: Tensor | None, gather: bool) -> Selection:
-        """keep: b n, bool; None = all, known without a look. With `gather`, k is the largest number of kept tokens in the batch, and
-        shorter rows are filled up with tokens that were not kept (so that no index repeats)."""
+        """keep: b n, bool; None = all, known without a look. With `gather`, k is the largest number of
+        kept tokens in the batch, and shorter rows are filled up with tokens that were not kept (so that
+        no index repeats)."""
         if keep is None:
             return WHOLE
         if not gather:

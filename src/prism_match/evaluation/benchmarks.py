@@ -1,0 +1,81 @@
+"""The benchmarks by name. Each takes `Options` and gives a `Report`; a new one, such as localization, is
+a file of its own and a line in `BENCHMARKS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from prism_match.evaluation.hpatches import SHORTER_SIDE, evaluate_homography, read_hpatches
+from prism_match.evaluation.masks import masks
+from prism_match.evaluation.megadepth import read_megadepth
+from prism_match.evaluation.methods import Method
+from prism_match.evaluation.options import DEFAULT_SIZE, Options
+from prism_match.evaluation.pairs import Pair, PosePair, Resize
+from prism_match.evaluation.pose import evaluate_pose
+from prism_match.evaluation.posed import in_resized_frames, read_calibrated, read_pair_list
+from prism_match.evaluation.report import Evidence, Report, breakdown, main_table, problems
+from prism_match.evaluation.runner import Result
+from prism_match.evaluation.scale import megadepth_scale
+from prism_match.evaluation.scannet import FRAME, read_scannet
+from prism_match.evaluation.sweeps import ablation, resolution, thresholds
+
+FULL = {"megadepth1500": 1500, "scannet1500": 1500, "hpatches": 540}  # pairs the published numbers are for
+
+
+def megadepth1500(o: Options) -> Report:
+    return pose_report("megadepth1500", read_megadepth(o.data), Resize(longer=o.size or DEFAULT_SIZE), o)
+
+
+def scannet1500(o: Options) -> Report:
+    resizing = Resize(longer=o.size) if o.size else Resize(exact=FRAME)
+    return pose_report("scannet1500", read_scannet(o.data), resizing, o)
+
+
+def pairs(o: Options) -> Report:
+    resizing = Resize(longer=o.size or 640)
+    return pose_report("pairs", in_resized_frames(read_pair_list(o.data), resizing), resizing, o)
+
+
+def strecha(o: Options) -> Report:
+    return pose_report("strecha", read_calibrated(o.data), Resize(longer=o.size or DEFAULT_SIZE), o)
+
+
+def hpatches(o: Options) -> Report:
+    found, method, size = o.choose(read_hpatches(o.data)), o.make_method(), o.size or SHORTER_SIDE
+    result = evaluate_homography(found, method, size, o.ransac, o.threshold, seed=o.seed, run=o.run)
+    return make_report(result, found, method, Resize(shorter=size), o)
+
+
+def pose_report(name: str, listed: list[PosePair], resizing: Resize, o: Options) -> Report:
+    found, method = o.choose(listed), o.make_method()
+    result = evaluate_pose(
+        found, method, resizing, o.ransac, o.threshold, seed=o.seed, benchmark=name, run=o.run
+    )
+    return make_report(result, found, method, resizing, o)
+
+
+def make_report(
+    result: Result, found: Sequence[Pair], method: Method, resizing: Resize, o: Options
+) -> Report:
+    tables = [main_table(result), *breakdown(result, "split", "list"), *breakdown(result, "scene", "scene")]
+    notes = problems(result)
+    if len(result.scores) != FULL.get(result.benchmark, len(result.scores)):
+        notes.append(
+            f"the published numbers are for {FULL[result.benchmark]} pairs, ours for {len(result.scores)}"
+        )
+    evidence = Evidence(result, {p.name: p for p in found}, method, resizing, o.run.cache)
+    return Report(result.to_dict(), tables, {result.method: result}, evidence, notes)
+
+
+BENCHMARKS: dict[str, Callable[[Options], Report]] = {
+    "megadepth1500": megadepth1500,
+    "scannet1500": scannet1500,
+    "hpatches": hpatches,
+    "pairs": pairs,
+    "strecha": strecha,
+    "megadepth-scale": megadepth_scale,
+    "masks": masks,
+    "resolution": resolution,
+    "ablation": ablation,
+    "thresholds": thresholds,
+}

@@ -1,0 +1,112 @@
+"""`prism eval`: the benchmarks from the command line."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from prism_match.errors import UserError
+
+
+class Benchmark(str, Enum):
+    megadepth1500 = "megadepth1500"
+    scannet1500 = "scannet1500"
+    hpatches = "hpatches"
+    pairs = "pairs"
+    strecha = "strecha"
+    megadepth_scale = "megadepth-scale"
+    masks = "masks"
+    resolution = "resolution"
+    ablation = "ablation"
+    thresholds = "thresholds"
+
+
+class Ransac(str, Enum):
+    opencv = "opencv"
+    usac = "usac"
+    poselib = "poselib"
+
+
+class Precision(str, Enum):
+    auto = "auto"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+def evaluate(
+    benchmark: Annotated[Benchmark, typer.Argument(help="What to measure.", show_default=False)],
+    data: Annotated[Path, typer.Option(help="Root of the benchmark's data; for pairs the text file.")],
+    method: Annotated[str, typer.Option(help="prism, sift, or module:function of your own.")] = "prism",
+    size: Annotated[
+        Optional[int], typer.Option(help="Side to resize to, in pixels [the benchmark's].")
+    ] = None,
+    ransac: Annotated[Ransac, typer.Option(help="Back end of the geometry.")] = Ransac.opencv,
+    threshold: Annotated[
+        Optional[float], typer.Option(help="Of RANSAC, in pixels [opencv 0.5, poselib 1.5; homography 3].")
+    ] = None,
+    pairs: Annotated[Optional[int], typer.Option(help="Only so many, chosen by the seed [all].")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same numbers.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    precision: Annotated[Precision, typer.Option(help="auto: bf16 on a GPU, fp32 elsewhere.")] = (
+        Precision.auto
+    ),
+    batch: Annotated[int, typer.Option(help="Pairs of equal size matched at a time.")] = 1,
+    confidence: Annotated[
+        Optional[float], typer.Option(help="Least confidence of a match [the model's theta_c].")
+    ] = None,
+    weights: Annotated[
+        Optional[list[Path]], typer.Option(help="A .safetensors file [the shipped]; ablation: several.")
+    ] = None,
+    model_config: Annotated[
+        Optional[list[str]], typer.Option(help="A preset or a .toml/.json file; ablation: several.")
+    ] = None,
+    json_file: Annotated[Optional[Path], typer.Option("--json", help="Write the numbers here.")] = None,
+    out: Annotated[
+        Optional[Path],
+        typer.Option("-o", "--out", help="Folder for the report and pictures; a run goes on where it was."),
+    ] = None,
+    cache: Annotated[
+        Optional[Path], typer.Option(help="Folder that keeps the matches, for scoring them again.")
+    ] = None,
+) -> None:
+    """Measure a matcher by one of the paper's protocols and print it beside the published numbers.
+
+    \b
+    Examples:
+      prism eval megadepth1500 --data megadepth --size 1152 --out results
+      prism eval megadepth1500 --data megadepth --cache matches --ransac poselib
+      prism eval hpatches --data hpatches-sequences-release --method sift
+      prism eval pairs --data pairs_with_gt.txt --method my_module:match
+      prism eval ablation --data megadepth --weights full.safetensors --weights no-pruning.safetensors
+    """
+    from prism_match.evaluation.benchmarks import BENCHMARKS
+    from prism_match.evaluation.options import Options
+    from prism_match.evaluation.runner import Run, write_json
+    from prism_match.files import writable_folder
+
+    if not data.exists():
+        raise UserError(f"{data}: no such file or folder")
+    if size is not None and size < 32:
+        raise UserError(f"--size must be at least 32 pixels, not {size}")
+    for folder in (out, cache, json_file.parent if json_file else None):
+        if folder is not None:
+            writable_folder(folder)
+    options = Options(
+        data=data, method=method, size=size, ransac=ransac.value, threshold=threshold, pairs=pairs,
+        seed=seed, weights=tuple(weights or ()), configs=tuple(model_config or ()), device=device,
+        precision=precision.value, batch=batch, confidence=confidence,
+        run=Run(cache=cache, out=out, progress=True),
+    )  # fmt: skip
+    report = BENCHMARKS[benchmark.value](options)
+    print(report)
+    if json_file is not None:
+        write_json(json_file, report.summary)
+    if out is not None:
+        written = report.write(out, shlex.join(["prism", *sys.argv[1:]]))
+        print(f"\nwritten  {out}: " + ", ".join(path.name for path in written))

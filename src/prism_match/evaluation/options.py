@@ -1,0 +1,76 @@
+"""What a benchmark can be asked for, and the model that is asked of it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prism_match.errors import UserError
+from prism_match.evaluation.methods import Method, Prism, as_method
+from prism_match.evaluation.pairs import AnyPair, choose, name_apart
+from prism_match.evaluation.runner import Run
+from prism_match.geometry import Backend
+
+if TYPE_CHECKING:
+    from prism_match.config import ModelConfig
+    from prism_match.matcher import Matcher, Precision
+
+DEFAULT_SIZE = 832  # longer side, the paper's for its ablations
+
+
+@dataclass(frozen=True)
+class Options:
+    data: Path
+    method: str = "prism"  # or "sift", or "module:function"
+    size: int | None = None  # None: the benchmark's own
+    ransac: Backend = "opencv"
+    threshold: float | None = None  # of RANSAC, in pixels; None: the back end's usual one
+    pairs: int | None = None  # None: all
+    seed: int = 0
+    weights: tuple[Path, ...] = ()  # none: the shipped ones
+    configs: tuple[str, ...] = ()  # presets or files; none: the one in the weights
+    device: str = "auto"
+    precision: Precision = "auto"
+    batch: int = 1
+    confidence: float | None = None  # least one of a match; None: the model's theta_c
+    run: Run = field(default_factory=Run)
+
+    def choose(self, pairs: list[AnyPair]) -> list[AnyPair]:
+        return choose(name_apart(pairs), self.pairs, self.seed)
+
+    def make_method(self) -> Method:
+        """The one method that most benchmarks measure."""
+        if self.method != "prism":
+            return as_method(self.method)
+        return Prism(self.make_matcher(*self.single()), self.batch)
+
+    def single(self) -> tuple[Path | None, ModelConfig | None]:
+        from prism_match.config import load_model_config
+
+        if len(self.weights) > 1 or len(self.configs) > 1:
+            raise UserError("several weights or configs are compared by the ablation benchmark only")
+        config = load_model_config(self.configs[0]) if self.configs else None
+        return (self.weights[0] if self.weights else None), config
+
+    def make_matcher(
+        self, weights: Path | None, config: ModelConfig | None, confidence: float | None = None
+    ) -> Matcher:
+        from prism_match.matcher import Matcher
+
+        if self.method != "prism":
+            raise UserError(f"this benchmark looks into the model: it cannot measure {self.method}")
+        least = self.confidence if confidence is None else confidence
+        matcher = Matcher(
+            weights, device=self.device, precision=self.precision, threshold=least, config=config
+        )
+        if not matcher.info.trained:
+            warn_once("the weights are untrained (random): the numbers mean nothing yet")
+        return matcher
+
+
+@cache
+def warn_once(text: str) -> None:
+    print(f"prism: {text}", file=sys.stderr)

@@ -1,0 +1,132 @@
+"""Posed pairs of one's own: SuperGlue's text format, and folders of calibrated cameras."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from prism_match.errors import UserError
+from prism_match.evaluation.megadepth import relative_pose
+from prism_match.evaluation.pairs import PosePair, Resize, scaling
+
+WIDEST = 45.0  # degrees between the optical axes of two cameras that are matched with each other
+
+
+def read_pair_list(path: str | Path) -> list[PosePair]:
+    """A text file, one pair a line:
+
+        image0 image1 rotation0 rotation1 K0 (9 numbers) K1 (9) T_0to1 (16)
+
+    all matrices row by row; the images lie beside the file or in `images` beside it. A line without pose
+    is a pair that cannot be used. Rotations, quarter turns, must be 0."""
+    path = Path(path)
+    if path.is_dir():
+        lists = sorted(path.glob("*.txt"))
+        if len(lists) != 1:
+            raise UserError(f"{path}: {len(lists)} text files here; give the one that lists the pairs")
+        path = lists[0]
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from error
+    numbered = [(n, line.split()) for n, line in enumerate(lines, 1)]
+    return [parse_pair(path, n, words) for n, words in numbered if words and not words[0].startswith("#")]
+
+
+def parse_pair(path: Path, line: int, words: list[str]) -> PosePair:
+    try:
+        if len(words) not in (4, 38):
+            raise ValueError(f"{len(words)} columns instead of 38")
+        if words[2:4] != ["0", "0"]:
+            raise ValueError("rotated images are not supported: turn them upright first")
+        numbers = np.array(words[4:], dtype=float)
+    except ValueError as error:
+        raise UserError(f"{path}, line {line}: {error}") from error
+    folder = path.parent / "images" if (path.parent / "images").is_dir() else path.parent
+    matrices = numbers if len(numbers) else np.full(34, np.nan)
+    return PosePair(
+        name=f"{words[0]}-{words[1]}",
+        image0=folder / words[0],
+        image1=folder / words[1],
+        K0=matrices[:9].reshape(3, 3),
+        K1=matrices[9:18].reshape(3, 3),
+        T_0to1=matrices[18:].reshape(4, 4) if len(numbers) else None,
+    )
+
+
+def in_resized_frames(pairs: list[PosePair], resizing: Resize) -> list[PosePair]:
+    """The same pairs with intrinsics, and so the RANSAC threshold, in pixels of the resized images, as
+    SuperGlue has them. Pairs whose images cannot be read stay as they are; they will fail by name."""
+    return [resized_frames(pair, resizing) for pair in pairs]
+
+
+def resized_frames(pair: PosePair, resizing: Resize) -> PosePair:
+    sizes = image_size(pair.image0), image_size(pair.image1)
+    if sizes[0] is None or sizes[1] is None:
+        return pair
+    frames = resizing(sizes[0]), resizing(sizes[1])
+    K0, K1 = scaling(sizes[0], frames[0]) @ pair.K0, scaling(sizes[1], frames[1]) @ pair.K1
+    return replace(pair, K0=K0, K1=K1, frame0=frames[0], frame1=frames[1])
+
+
+def image_size(path: Path) -> tuple[int, int] | None:
+    """Width, height as it is shown, without decoding it."""
+    import PIL.Image
+
+    try:
+        with PIL.Image.open(path) as image:
+            turned = image.getexif().get(0x0112, 1) >= 5  # EXIF orientation
+            return image.size[::-1] if turned else image.size
+    except (OSError, ValueError):
+        return None
+
+
+def read_calibrated(root: str | Path) -> list[PosePair]:
+    """Scenes of calibrated cameras, as Strecha's: ROOT, or each folder in it, has `images` and
+
+        cameras.txt   image fx fy cx cy R (9 numbers, row by row, world to camera) t (3)
+
+    All pairs of a scene whose optical axes are at most 45 degrees apart."""
+    root = Path(root)
+    files = [root / "cameras.txt"] if (root / "cameras.txt").is_file() else sorted(root.glob("*/cameras.txt"))
+    if not files:
+        raise UserError(f"{root}: no cameras.txt, neither here nor in the folders here")
+    return [pair for file in files for pair in read_scene(file)]
+
+
+def read_scene(file: Path) -> list[PosePair]:
+    try:
+        rows = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = [row for row in rows if row and not row[0].startswith("#")]
+        cameras = {row[0]: np.array(row[1:], dtype=float).reshape(16) for row in rows}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: not a list of cameras ({error})") from error
+    folder, scene = file.parent / "images", file.parent.name
+    pairs = []
+    for a, b in combinations(cameras, 2):
+        (K0, T0), (K1, T1) = (camera_matrices(cameras[name]) for name in (a, b))
+        if np.degrees(np.arccos(np.clip(T0[2, :3] @ T1[2, :3], -1, 1))) > WIDEST:
+            continue
+        pairs.append(
+            PosePair(
+                name=f"{scene}/{a}-{b}",
+                image0=folder / a,
+                image1=folder / b,
+                scene=scene,
+                K0=K0,
+                K1=K1,
+                T_0to1=relative_pose(T0, T1),
+            )
+        )
+    return pairs
+
+
+def camera_matrices(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """3 3 and 4 4 (world to camera) of the 16 numbers of a camera."""
+    fx, fy, cx, cy = numbers[:4]
+    T = np.eye(4)
+    T[:3, :3], T[:3, 3] = numbers[4:13].reshape(3, 3), numbers[13:]
+    return np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]]), T

@@ -1,0 +1,353 @@
+"""Runs a method over a benchmark's pairs: images are read ahead, matches come one by one, and their
+scores are worked out by all cores beside it. What is done is on disk, so that a run can be continued."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from prism_match.errors import UserError
+from prism_match.evaluation.methods import ImagePair, Method
+from prism_match.evaluation.metrics import auc
+from prism_match.evaluation.pairs import Pair, Resize, name_apart, scale_points
+from prism_match.files import atomic_path, writable_folder
+from prism_match.images import Image, load_image, resize
+from prism_match.matches import Matches
+
+READ_AHEAD = 8  # pairs
+REMEMBER = 48  # decoded images
+
+
+@dataclass(frozen=True)
+class Score:
+    """How one pair went."""
+
+    name: str
+    split: str
+    scene: str
+    error: float  # degrees or pixels; infinite: failed
+    matches: int = 0
+    inliers: int = 0
+    precision: float = 0.0  # percent of the matches
+    parts: dict[str, float] = field(default_factory=dict)  # what the error is made of
+    problem: str = ""  # why it failed
+
+
+Scorer = Callable[[Any, Matches], Score]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A method's scores on a benchmark, with all that they depend on."""
+
+    benchmark: str
+    method: str
+    settings: dict[str, Any]  # resize, ransac, threshold, seed, ...
+    thresholds: tuple[float, ...]  # of the AUC
+    scores: tuple[Score, ...]
+    unusable: dict[str, str]  # pairs without truth: name -> why; in no average
+    milliseconds: float | None  # a pair, matching only; None: all came from the cache
+
+    @property
+    def auc(self) -> dict[str, float]:
+        """Percent, by threshold."""
+        return auc((s.error for s in self.scores), self.thresholds)
+
+    @property
+    def failures(self) -> dict[str, str]:
+        return {s.name: s.problem for s in self.scores if s.problem}
+
+    def mean(self, name: str) -> float:
+        return float(np.mean([getattr(s, name) for s in self.scores])) if self.scores else float("nan")
+
+    def subset(self, key: str) -> dict[str, Result]:
+        """The same for each "split" or "scene"."""
+        groups: dict[str, list[Score]] = {}
+        for score in self.scores:
+            groups.setdefault(getattr(score, key), []).append(score)
+        return {k: replace(self, scores=tuple(v), unusable={}) for k, v in groups.items() if k}
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the numbers, and every pair."""
+        return {
+            "benchmark": self.benchmark,
+            "method": self.method,
+            "pairs": len(self.scores),
+            **self.settings,
+            "auc": self.auc,
+            "matches": self.mean("matches"),
+            "inliers": self.mean("inliers"),
+            "precision": self.mean("precision"),
+            "milliseconds": self.milliseconds,
+            "splits": {k: {"pairs": len(r.scores), "auc": r.auc} for k, r in self.subset("split").items()},
+            "scenes": {k: {"pairs": len(r.scores), "auc": r.auc} for k, r in self.subset("scene").items()},
+            "failures": self.failures,
+            "unusable": self.unusable,
+            "per_pair": [score_to_json(s) for s in self.scores],
+        }
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a run keeps what it has done, and how it shows that it is busy."""
+
+    cache: Path | None = None  # matches, for other back ends
+    out: Path | None = None  # scores, for going on after an interruption
+    workers: int | None = None  # threads that score [all cores]
+    progress: bool = False
+
+
+def evaluate(
+    benchmark: str,
+    pairs: Sequence[Pair],
+    method: Method,
+    scorer: Scorer,
+    resizing: Resize,
+    thresholds: tuple[float, ...],
+    settings: dict[str, Any],
+    run: Run,
+) -> Result:
+    """`settings` is what the scorer depends on; it is told with the numbers."""
+    pairs = name_apart(pairs)
+    unusable = {p.name: p.problem for p in pairs if p.problem}
+    usable = [p for p in pairs if not p.problem]
+    missing = {p.name: f"{f}: no such file" for p in usable for f in (p.image1, p.image0) if not f.is_file()}
+    if not usable or len(missing) == len(usable):
+        reason = next(iter((missing or unusable).values()), "the list is empty")
+        raise UserError(f"{benchmark}: none of the {len(pairs)} pairs can be used; the first: {reason}")
+    size = {"size": resizing.side, "resize": str(resizing)}
+    settings = {**size, **settings, "method_settings": method.settings}
+    scores = {p.name: failed(p, missing[p.name]) for p in usable if p.name in missing}
+    journal = Journal(run.out, {"benchmark": benchmark, **settings})
+    scores |= {k: v for k, v in journal.done.items() if k not in scores}
+    left = [p for p in usable if p.name not in scores]
+    clock = Clock()
+    with journal, progress_bar(len(usable), len(usable) - len(left), benchmark, run.progress) as tick:
+        matched = match_all(left, method, resizing, run.cache, clock)
+        for score in score_all(matched, scorer, run.workers):
+            scores[score.name] = score
+            journal.add(score)
+            tick()
+    ordered = tuple(scores[p.name] for p in usable)
+    return Result(benchmark, method.name, settings, thresholds, ordered, unusable, clock.milliseconds)
+
+
+def failed(pair: Pair, problem: str) -> Score:
+    return Score(pair.name, pair.split, pair.scene, float("inf"), problem=problem)
+
+
+class Clock:
+    """Time spent on matching alone."""
+
+    def __init__(self) -> None:
+        self.seconds, self.pairs = 0.0, 0
+
+    def watch(self, found: Iterator[Matches]) -> Iterator[Matches]:
+        while True:
+            start = time.perf_counter()
+            matches = next(found, None)
+            if matches is None:
+                return
+            self.seconds += time.perf_counter() - start
+            self.pairs += 1
+            yield matches
+
+    @property
+    def milliseconds(self) -> float | None:
+        return 1000 * self.seconds / self.pairs if self.pairs else None
+
+
+def match_all(
+    pairs: Sequence[Pair], method: Method, resizing: Resize, cache: Path | None, clock: Clock
+) -> Iterator[tuple[Pair, Matches | str]]:
+    """Each pair with its matches, in pixels of the files, or with why it could not be matched."""
+    store = MatchStore(cache, {**method.settings, "resize": str(resizing)})
+    new: list[Pair] = []
+    for pair in pairs:
+        cached = store.load(pair)
+        if cached is None:
+            new.append(pair)
+        else:
+            yield pair, cached
+    taken: deque[tuple[Pair, tuple[int, int], tuple[int, int]]] = deque()
+    broken: deque[tuple[Pair, str]] = deque()
+    images = read_ahead(new, resizing, taken, broken)
+    for resized in clock.watch(method.match_many(images)):
+        pair, size0, size1 = taken.popleft()
+        matches = to_file_pixels(resized, size0, size1)
+        store.save(pair, matches)
+        yield pair, matches
+        while broken:
+            yield broken.popleft()
+    yield from broken
+
+
+def read_ahead(
+    pairs: Sequence[Pair], resizing: Resize, taken: deque[Any], broken: deque[tuple[Pair, str]]
+) -> Iterator[ImagePair]:
+    """Resized images, decoded by other threads before they are asked for. `taken` gets each pair that
+    is given out with the sizes of its files, `broken` each that cannot be read."""
+    loads: OrderedDict[Path, Future[tuple[Image, tuple[int, int]]]] = OrderedDict()
+
+    def load(path: Path) -> Future[tuple[Image, tuple[int, int]]]:
+        if path not in loads:
+            loads[path] = readers.submit(load_resized, path, resizing)
+        loads.move_to_end(path)
+        return loads[path]
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers:
+        for n, pair in enumerate(pairs):
+            for later in pairs[n : n + READ_AHEAD]:
+                load(later.image0), load(later.image1)
+            try:
+                (image0, size0), (image1, size1) = load(pair.image0).result(), load(pair.image1).result()
+            except UserError as error:
+                broken.append((pair, str(error)))
+                continue
+            taken.append((pair, size0, size1))
+            yield image0, image1
+            while len(loads) > REMEMBER:
+                loads.popitem(last=False)
+
+
+def load_resized(path: Path, resizing: Resize) -> tuple[Image, tuple[int, int]]:
+    """The image as it is to be matched, and the size (width, height) of the file."""
+    image = load_image(path)
+    return Image(resize(image.pixels, *resizing(image.size)), image.name), image.size
+
+
+def to_file_pixels(m: Matches, size0: tuple[int, int], size1: tuple[int, int]) -> Matches:
+    return replace(
+        m,
+        keypoints0=scale_points(m.keypoints0, m.size0, size0).astype(np.float32),
+        keypoints1=scale_points(m.keypoints1, m.size1, size1).astype(np.float32),
+        size0=size0,
+        size1=size1,
+        images=(None, None),
+    )
+
+
+def score_all(
+    matched: Iterator[tuple[Pair, Matches | str]], scorer: Scorer, workers: int | None
+) -> Iterator[Score]:
+    """In order. Threads are enough: OpenCV and PoseLib let go of Python's lock while they work."""
+    pool = ThreadPoolExecutor(workers or os.cpu_count() or 1)
+    waiting: deque[Future[Score]] = deque()
+    try:
+        for pair, found in matched:
+            if isinstance(found, str):
+                waiting.append(pool.submit(failed, pair, found))
+            else:
+                waiting.append(pool.submit(scorer, pair, found))
+            while waiting and waiting[0].done():
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+class MatchStore:
+    """Matches on disk, in a folder of their own for each method, its settings and the size."""
+
+    def __init__(self, folder: Path | None, settings: dict[str, Any]):
+        self.folder = None
+        if folder is not None:
+            self.folder = writable_folder(folder / f"{Path(settings['method']).name}-{short_hash(settings)}")
+            write_json(self.folder / "settings.json", settings)
+
+    def load(self, pair: Pair) -> Matches | None:
+        path = self._path(pair)
+        if path is None or not path.is_file():
+            return None
+        try:
+            return Matches.load(path)
+        except UserError:  # damaged: as good as not there
+            return None
+
+    def save(self, pair: Pair, matches: Matches) -> None:
+        if (path := self._path(pair)) is not None:
+            matches.save(path)
+
+    def _path(self, pair: Pair) -> Path | None:
+        key = short_hash([str(pair.image0.resolve()), str(pair.image1.resolve())])
+        return self.folder / f"{key}.npz" if self.folder else None
+
+
+class Journal:
+    """The scores of a run, one JSON line each, so that an interrupted run goes on where it was."""
+
+    def __init__(self, folder: Path | None, settings: dict[str, Any]):
+        self.done: dict[str, Score] = {}
+        self.path = writable_folder(folder) / "pairs.jsonl" if folder else None
+        self.head = json.dumps(settings, sort_keys=True)
+        self.file: TextIO | None = None
+        if self.path is not None and self.path.is_file():
+            self._read(self.path)
+
+    def _read(self, path: Path) -> None:
+        head, *lines = path.read_text(encoding="utf-8").split("\n") or [""]
+        if head != self.head:
+            print(f"prism: {path}: of a run with other settings; begun anew", file=sys.stderr)
+            return
+        for line in lines:
+            try:
+                score = score_from_json(json.loads(line))
+            except (ValueError, TypeError):  # the last line may be half-written
+                continue
+            self.done[score.name] = score
+
+    def __enter__(self) -> Journal:
+        if self.path is not None:
+            lines = [self.head, *(json.dumps(score_to_json(s)) for s in self.done.values())]
+            with atomic_path(self.path) as temporary:
+                temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            self.file = self.path.open("a", encoding="utf-8")
+        return self
+
+    def add(self, score: Score) -> None:
+        if self.file is not None:
+            self.file.write(json.dumps(score_to_json(score)) + "\n")
+            self.file.flush()
+
+    def __exit__(self, *_: object) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+def score_to_json(score: Score) -> dict[str, Any]:
+    """Infinity, which JSON does not know, becomes null."""
+    return asdict(score) | {"error": score.error if np.isfinite(score.error) else None}
+
+
+def score_from_json(values: dict[str, Any]) -> Score:
+    return Score(**values | {"error": float("inf") if values["error"] is None else values["error"]})
+
+
+def short_hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def write_json(path: Path, value: Any) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def progress_bar(total: int, done: int, what: str, show: bool) -> Iterator[Callable[[], Any]]:
+    from tqdm import tqdm
+
+    with tqdm(total=total, initial=done, desc=what, unit="pair", disable=None if show else True) as bar:
+        yield lambda: bar.update()

@@ -1,0 +1,98 @@
+"""Relative pose by how much the scale changes between the images of a pair."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from prism_match.errors import UserError
+from prism_match.evaluation.megadepth import read_megadepth
+from prism_match.evaluation.options import DEFAULT_SIZE, Options
+from prism_match.evaluation.pairs import PosePair, Resize
+from prism_match.evaluation.pose import evaluate_pose
+from prism_match.evaluation.published import SCALE
+from prism_match.evaluation.report import (
+    Report,
+    Table,
+    auc_cells,
+    auc_columns,
+    cells,
+    describe,
+    fact_cells,
+    fact_columns,
+    problems,
+)
+from prism_match.evaluation.runner import Run, progress_bar, write_json
+
+BINS = {f"[{low}, {low + 1})" if low < 4 else "[4, inf)": low for low in SCALE}
+
+
+def megadepth_scale(o: Options) -> Report:
+    """The AUC in each bin of scale ratios, of all pairs that have depth maps."""
+    resizing, method = Resize(longer=o.size or DEFAULT_SIZE), o.make_method()
+    listed = [p for p in o.choose(read_megadepth(o.data)) if not p.problem]
+    ratios, unknown = scale_ratios(listed, resizing, o.run)
+    binned = [replace(p, split=bin_of(ratios[p.name])) for p in listed if p.name in ratios]
+    if not binned:
+        raise UserError(f"{o.data}: no pair has depth maps of both images")
+    result = evaluate_pose(
+        binned, method, resizing, o.ransac, o.threshold, seed=o.seed, benchmark="megadepth-scale", run=o.run
+    )
+    result = replace(result, unusable=result.unusable | unknown)
+    columns = ["scale ratio", "pairs", *auc_columns(result), *fact_columns(result)[:3]]
+    groups = result.subset("split")
+    rows = []
+    for name, low in BINS.items():
+        if name in groups:
+            part = groups[name]
+            rows.append([name, str(len(part.scores)), *auc_cells(part), *fact_cells(part)[:3]])
+        if o.ransac == "opencv":
+            rows.append([f"{name} PRISM (paper), 832 px", "", *cells(SCALE[low]), "", "", ""])
+    summary = result.to_dict() | {"ratios": ratios}
+    curves = {name: groups[name] for name in BINS if name in groups}
+    return Report(summary, [Table(describe(result), columns, rows)], curves, notes=problems(result))
+
+
+def bin_of(ratio: float) -> str:
+    return next(name for name, low in reversed(BINS.items()) if ratio >= low)
+
+
+def scale_ratios(
+    pairs: Sequence[PosePair], resizing: Resize, run: Run
+) -> tuple[dict[str, float], dict[str, str]]:
+    """By the name of the pair: its scale ratio, or why it has none. What is known is kept in the folder of
+    the cache or of the results."""
+    from prism_match.evaluation.covisible import scale_ratio
+
+    folder = run.cache or run.out
+    file = folder / f"scale_ratios_{resizing.side}.json" if folder else None
+    known = read_ratios(file)
+    unknown: dict[str, str] = {}
+    with progress_bar(len(pairs), 0, "scale ratios", run.progress) as tick:
+        for pair in pairs:
+            if pair.name not in known:
+                try:
+                    known[pair.name] = scale_ratio(pair, resizing)
+                except UserError as error:
+                    unknown[pair.name] = str(error)
+            tick()
+    if file is not None and file.parent.is_dir():
+        write_json(file, {k: v if np.isfinite(v) else None for k, v in known.items()})
+    names = {p.name for p in pairs}
+    ratios = {k: v for k, v in known.items() if k in names and np.isfinite(v)}
+    too_few = {k: "too little is seen by both images" for k in known if k in names and k not in ratios}
+    return ratios, unknown | too_few
+
+
+def read_ratios(file: Path | None) -> dict[str, float]:
+    if file is None or not file.is_file():
+        return {}
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        return {k: float("nan") if v is None else float(v) for k, v in stored.items()}
+    except (ValueError, AttributeError):  # damaged: worked out again
+        return {}

@@ -1,0 +1,209 @@
+"""`prism train` and `prism data`: training, and what prepares or shows its data."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from prism_match.config import ModelConfig
+from prism_match.errors import UserError
+
+data = typer.Typer(help="Prepare training data and look at it.", no_args_is_help=True)
+
+PhotosOption = Annotated[
+    Optional[list[Path]], typer.Option(help="Folder, tar or file of photos; may be given several times.")
+]
+WorldsOption = Annotated[bool, typer.Option("--worlds", help="Procedural worlds textured with the photos.")]
+ColmapOption = Annotated[
+    Optional[list[Path]], typer.Option(help="COLMAP model with images and depth (see `prism data depth`).")
+]
+MegaDepthOption = Annotated[Optional[Path], typer.Option(help="MegaDepth (see `prism data megadepth`).")]
+RgbdOption = Annotated[Optional[list[Path]], typer.Option(help="RGB-D sequence with poses, or ScanNet.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+
+
+def train(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder of the run; made if need be.")],
+    preset: Annotated[
+        Optional[str], typer.Option(help="paper, quick, tiny or a TOML file [quick; those of a resumed run].")
+    ] = None,
+    photos: PhotosOption = None,
+    worlds: WorldsOption = False,
+    colmap: ColmapOption = None,
+    megadepth: MegaDepthOption = None,
+    rgbd: RgbdOption = None,
+    mix: Annotated[str, typer.Option(help="Shares of the sources, as photos=1,worlds=2 [equal].")] = "",
+    minutes: Annotated[Optional[float], typer.Option(help="Budget in minutes, over all resumptions.")] = None,
+    steps: Annotated[Optional[int], typer.Option(help="Budget in updates.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in --out ended.")] = False,
+    init: Annotated[Optional[Path], typer.Option(help="Weights or a run to begin with.")] = None,
+    model: Annotated[Optional[str], typer.Option(help="Preset of the model or a file [the paper's].")] = None,
+    batch: Annotated[Optional[int], typer.Option(help="Pairs per update, in all processes together.")] = None,
+    size: Annotated[Optional[int], typer.Option(help="Side of the images; replaces the curriculum.")] = None,
+    lr: Annotated[Optional[float], typer.Option(help="Learning rate at its highest.")] = None,
+    accumulate: Annotated[Optional[int], typer.Option(help="Parts a batch is worked through in.")] = None,
+    seed: Annotated[Optional[int], typer.Option(help="Two runs of one seed see the same pairs.")] = None,
+    device: DeviceOption = "auto",
+    compile: Annotated[Optional[bool], typer.Option(help="Compile the model [as the preset says].")] = None,
+    shard_mib: Annotated[Optional[float], typer.Option(help="Largest file of a checkpoint, in MiB.")] = None,
+    save_optimizer: Annotated[
+        Optional[bool], typer.Option(help="Keep the optimizer's state in checkpoints [yes].")
+    ] = None,
+    save_minutes: Annotated[Optional[float], typer.Option(help="Minutes between checkpoints.")] = None,
+    validate: Annotated[
+        Optional[Path], typer.Option(help="Real pairs to score, in MegaDepth's layout.")
+    ] = None,
+    validate_minutes: Annotated[Optional[float], typer.Option(help="Minutes between validations.")] = None,
+) -> None:
+    """Train PRISM on photos, procedural worlds, posed photo collections, MegaDepth or RGB-D.
+
+    Example: prism train --photos my-photos --worlds --minutes 24 --out run
+    """
+    from prism_match.matcher import find_device
+    from prism_match.training.checkpoint import load_checkpoint
+    from prism_match.training.config import TrainConfig, load_train_config
+    from prism_match.training.sources import SourceOptions, make_sources
+    from prism_match.training.trainer import Trainer
+    from prism_match.training.validation import pose_validation
+    from prism_match.training.world import join_world
+
+    logging.basicConfig(format="%(message)s")
+    if resume and preset is None:
+        config = TrainConfig.from_dict(load_checkpoint(out).state["training"])
+    else:
+        config = load_train_config(preset or "quick")
+    if minutes is not None or steps is not None:
+        config = config.replace(minutes=minutes, steps=steps)
+    config = config.replace(**_given(
+        lr=lr, accumulate=accumulate, seed=seed, shard_mib=shard_mib, compile=compile,
+        save_optimizer=save_optimizer, save_minutes=save_minutes, validate_minutes=validate_minutes,
+    ))  # fmt: skip
+    if model is not None:
+        config = config.replace(model=_model(model))
+    if batch is not None or size is not None:
+        config = config.replace(phases=_phases(config.phases, size, batch))
+    _, where = join_world(find_device(device))  # each process of torchrun has a device of its own
+    if where.type == "cpu" and compile is None:
+        config = config.replace(compile=False)
+    options = SourceOptions(photos or (), worlds, colmap or (), megadepth, rgbd or (), mix, config.compile)
+    if resume and init is not None:
+        raise UserError("--resume and --init exclude each other")
+    if not resume:
+        _refuse_to_overwrite(out)
+    hook = None if validate is None else pose_validation(validate, where)
+    trainer = Trainer(config, make_sources(options, where), out, where, hook)
+    if resume:
+        trainer.resume()
+    elif init is not None:
+        trainer.start_from(init)
+    trainer.fit()
+
+
+@data.command()
+def preview(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the pictures.")] = Path("preview"),
+    photos: PhotosOption = None,
+    worlds: WorldsOption = False,
+    colmap: ColmapOption = None,
+    megadepth: MegaDepthOption = None,
+    rgbd: RgbdOption = None,
+    pairs: Annotated[int, typer.Option(help="Pairs of each source.")] = 16,
+    size: Annotated[int, typer.Option(help="Side of the images, a multiple of 32.")] = 320,
+    seed: int = 0,
+    device: DeviceOption = "auto",
+) -> None:
+    """Draw pairs of each source with their true matches, one picture per source."""
+    import torch
+
+    from prism_match.files import writable_folder
+    from prism_match.matcher import find_device
+    from prism_match.training.data.preview import preview as draw
+    from prism_match.training.samples import write_picture
+    from prism_match.training.sources import SourceOptions, make_sources
+
+    if size < 32 or size % 32:
+        raise UserError(f"--size must be a multiple of 32, not {size}")
+    logging.basicConfig(format="%(message)s")
+    where = find_device(device)
+    options = SourceOptions(photos or (), worlds, colmap or (), megadepth, rgbd or ())
+    folder = writable_folder(out)
+    for weighted in make_sources(options, where):
+        source = weighted.source
+        generator = torch.Generator(getattr(source, "device", "cpu")).manual_seed(seed)
+        path = folder / f"{source.name}.png"
+        write_picture(path, draw(source.sample(pairs, size, generator)))
+        print(path)
+
+
+@data.command()
+def depth(
+    model: Annotated[Path, typer.Argument(help="COLMAP model, with `images` in it or beside it.")],
+    images: Annotated[Optional[Path], typer.Option(help="The photos, if they are elsewhere.")] = None,
+    out: Annotated[Optional[Path], typer.Option("-o", "--out", help="Folder of the maps [depth].")] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Make depth maps for a posed photo collection, so that it can be trained on."""
+    from prism_match.matcher import find_device
+    from prism_match.training.depth import make_depth
+    from prism_match.training.sources import colmap_folders
+
+    logging.basicConfig(format="%(message)s")
+    if images is None or out is None:
+        found = colmap_folders(model)
+        images, out = images or found[0], out or found[1]
+    try:
+        check = make_depth(model, images, out, device=find_device(device))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    print(
+        f"{check.maps} maps in {out}: {check.kept:.0%} of the pixels kept, median error"
+        f" {check.median_error:.2%}, {check.within_2_percent:.0%} of the points within 2 %"
+    )
+
+
+@data.command()
+def megadepth(
+    root: Annotated[Path, typer.Argument(help="Where MegaDepth v1 and its SfM models are unpacked.")],
+    out: Annotated[Optional[Path], typer.Option("-o", "--out", help="The index [ROOT/index].")] = None,
+) -> None:
+    """Build the index of MegaDepth's pairs from the raw release."""
+    from prism_match.training.data.megadepth import build_index
+
+    logging.basicConfig(format="%(message)s")
+    try:
+        written = build_index(root, out or root / "index")
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    print(f"{len(written)} scenes in {out or root / 'index'}")
+
+
+def _given(**options: object) -> dict[str, object]:
+    """The options that were given."""
+    return {k: v for k, v in options.items() if v is not None}
+
+
+def _phases(phases: tuple, size: int | None, batch: int | None) -> tuple:
+    from dataclasses import replace
+
+    if size is None:
+        return tuple(replace(p, batch=batch) for p in phases)
+    return (replace(phases[0], size=size, batch=batch or phases[0].batch),)
+
+
+def _model(name: str) -> ModelConfig:
+    from prism_match.config import load_model_config
+
+    try:
+        return load_model_config(name)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _refuse_to_overwrite(out: Path) -> None:
+    from prism_match.training.checkpoint import checkpoints
+
+    if checkpoints(out):
+        raise UserError(f"{out}: holds a run already; go on with --resume, or choose another --out")

@@ -1,0 +1,146 @@
+"""The settings of a training run: the paper's, the fast recipe's, or those of a TOML file."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prism_match.config import PRESETS as MODEL_PRESETS
+from prism_match.config import ModelConfig, parse_toml
+from prism_match.errors import UserError
+from prism_match.training.step import LossConfig
+
+
+@dataclass(frozen=True)
+class Phase:
+    """From this share of the budget on: pairs of `size` x `size` pixels, `batch` of them per update."""
+
+    start: float
+    size: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+
+    # The budget: updates, or minutes of wall clock over all resumptions. The schedule follows it.
+    steps: int | None = None
+    minutes: float | None = None
+    phases: tuple[Phase, ...] = (Phase(0.0, 832, 24),)
+    prune_from: float = 0.0  # share of the budget after which attention leaves pruned cells out
+
+    # AdamW, linear warm-up, cosine decay to `final_lr` times the rate.
+    lr: float = 8e-4
+    final_lr: float = 0.01
+    warmup: int = 1000  # updates
+    weight_decay: float = 0.1
+    clip: float = 1.0  # norm of the gradient
+    accumulate: int = 1  # parts that a batch is worked through in
+    ema: float = 0.999
+
+    bf16: bool = True
+    compile: bool = False
+    seed: int = 0
+
+    log_every: int = 20  # updates between readings of the metrics, each of which waits for the device
+    save_minutes: float = 5.0
+    samples_minutes: float = 5.0
+    validate_minutes: float = 10.0
+    shard_mib: float | None = None
+    save_optimizer: bool = True
+
+    def __post_init__(self) -> None:
+        starts = [p.start for p in self.phases]
+        if not starts or starts[0] != 0 or starts != sorted(starts) or starts[-1] >= 1:
+            raise ValueError("phases must begin at 0 of the budget, in order, each before 1")
+        for phase in self.phases:
+            if phase.size < 32 or phase.size % 32:
+                raise ValueError(f"size must be a multiple of 32, not {phase.size}")
+            if phase.batch < 1:
+                raise ValueError(f"batch must be at least 1, not {phase.batch}")
+        for name in ("lr", "clip", "accumulate", "log_every"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        for name in ("steps", "minutes"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"ema must be at least 0 and below 1, not {self.ema}")
+
+    def replace(self, **changes: Any) -> TrainConfig:
+        try:
+            return dataclasses.replace(self, **changes)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    def phase(self, progress: float) -> Phase:
+        return [p for p in self.phases if p.start <= progress][-1]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
+        """Undoes `to_dict`, also after a trip through JSON."""
+        phases = [list(p.values()) for p in values["phases"]]
+        return merged(cls(), {**values, "phases": phases})
+
+
+# "paper": what PRISM and, where it is silent, LoFTR used. "quick": 20 to 30 minutes on one GPU from nothing.
+PRESETS: dict[str, TrainConfig] = {
+    "paper": TrainConfig(),
+    "quick": TrainConfig(
+        loss=LossConfig(refine=128, deep=0.5, fewest=16),
+        minutes=24.0,
+        phases=(Phase(0.0, 256, 64), Phase(0.35, 320, 48), Phase(0.8, 480, 24)),
+        prune_from=1.0,
+        lr=8e-4,
+        warmup=200,
+        weight_decay=0.05,
+        compile=True,
+    ),
+    "tiny": TrainConfig(
+        model=MODEL_PRESETS["tiny"],
+        loss=LossConfig(refine=32, deep=0.5),
+        steps=100,
+        phases=(Phase(0.0, 64, 4),),
+        lr=2e-3,
+        warmup=10,
+        bf16=False,
+    ),
+}
+
+
+def load_train_config(name_or_file: str | Path) -> TrainConfig:
+    """A preset by its name, or a TOML file: keys of TrainConfig, `preset` (what it starts from), `phases` as
+    [[start, size, batch], ...], and the tables [model] and [loss]."""
+    if str(name_or_file) in PRESETS:
+        return PRESETS[str(name_or_file)]
+    path = Path(name_or_file)
+    if not path.is_file():
+        raise UserError(f"{name_or_file}: neither a file nor one of {', '.join(PRESETS)}")
+    try:
+        values = parse_toml(path.read_text(encoding="utf-8"))
+        base = PRESETS[values.pop("preset", "paper")]
+        return merged(base, values)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def merged(base: TrainConfig, values: dict[str, Any]) -> TrainConfig:
+    known = {f.name for f in dataclasses.fields(TrainConfig)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ValueError(f"unknown settings: {', '.join(unknown)}")
+    changes = dict(values)
+    if "model" in changes:
+        changes["model"] = ModelConfig.from_dict({**base.model.to_dict(), **changes["model"]})
+    if "loss" in changes:
+        changes["loss"] = dataclasses.replace(base.loss, **changes["loss"])
+    if "phases" in changes:
+        changes["phases"] = tuple(Phase(float(s), int(size), int(b)) for s, size, b in changes["phases"])
+    return dataclasses.replace(base, **changes)

@@ -1,0 +1,534 @@
+"""COLMAP models, text or binary, and pairs of posed photos with depth drawn from them.
+
+Pixel convention: everything handed out has the centre of the top-left pixel at (0, 0); COLMAP has it at
+(0.5, 0.5), so key points and principal points lose half a pixel on the way in.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prism_match.training.data.files import read_depth, read_gray
+from prism_match.training.data.photometric import augment
+from prism_match.training.data.posed import OVERLAP_BINS, scale_intrinsics, spread_weights
+from prism_match.training.pairs import PairBatch, cell_centres
+from prism_match.training.supervision import Warp, depth_at, warp_by_depth
+
+log = logging.getLogger(__name__)
+
+# name -> number of parameters, number of focal lengths; what follows the principal point is distortion
+CAMERA_MODELS = {
+    "SIMPLE_PINHOLE": (3, 1),
+    "PINHOLE": (4, 2),
+    "SIMPLE_RADIAL": (4, 1),
+    "RADIAL": (5, 1),
+    "OPENCV": (8, 2),
+}
+BINARY_MODELS = ("SIMPLE_PINHOLE", "PINHOLE", "SIMPLE_RADIAL", "RADIAL", "OPENCV")  # COLMAP's ids 0 to 4
+
+
+@dataclass(frozen=True)
+class View:
+    """One posed photo of a model."""
+
+    name: str
+    width: int
+    height: int
+    K: np.ndarray  # 3 3, float64
+    T: np.ndarray  # 4 4, float64: world to camera
+    pixels: np.ndarray  # n 2, float32: where the points were seen
+    points: np.ndarray  # n, int64: rows of Model.points, each once
+
+    @property
+    def centre(self) -> np.ndarray:
+        return -self.T[:3, :3].T @ self.T[:3, 3]
+
+    def depth_of(self, xyz: np.ndarray) -> np.ndarray:
+        """n: depth along the optical axis of world points n 3."""
+        return xyz @ self.T[2, :3] + self.T[2, 3]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Posed views and the sparse points they share."""
+
+    path: Path
+    views: tuple[View, ...]
+    points: np.ndarray  # p 3, float64
+
+    @cached_property
+    def _tracks(self) -> tuple[np.ndarray, np.ndarray]:
+        """Views of each point, one after the other, and where each point's begin (p + 1)."""
+        ids = np.concatenate([v.points for v in self.views])
+        views = np.repeat(np.arange(len(self.views)), [len(v.points) for v in self.views])
+        order = np.argsort(ids, kind="stable")
+        return views[order], np.searchsorted(ids[order], np.arange(len(self.points) + 1))
+
+    def shared_counts(self, view: int) -> np.ndarray:
+        """One number per view: how many points it shares with `view` (0 with itself)."""
+        seen_by, start = self._tracks
+        ids = self.views[view].points
+        spans = [seen_by[start[i] : start[i + 1]] for i in ids]
+        counts = np.bincount(np.concatenate(spans) if spans else [], minlength=len(self.views))
+        counts[view] = 0
+        return counts
+
+    def shared(self, a: int, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Points seen by views `a` and `b`: their ids, and their rows in each view's lists."""
+        return np.intersect1d(self.views[a].points, self.views[b].points, True, return_indices=True)
+
+
+def read_model(path: Path | str) -> Model:
+    """Reads `cameras`, `images` and `points3D` (`.bin` or `.txt`) from `path` or `path/sparse[/0]`.
+
+    Raises ValueError with one line naming the file that is missing or damaged.
+    """
+    folder, suffix = _find(Path(path))
+    read_cameras, read_images, read_points = _READERS[suffix]
+    cameras = _guarded(read_cameras, folder / f"cameras{suffix}")
+    ids, xyz = _guarded(read_points, folder / f"points3D{suffix}")
+    order = np.argsort(ids)
+    ids, xyz = ids[order], xyz[order]
+    file = folder / f"images{suffix}"
+    views = tuple(_view(file, image, cameras, ids) for image in _guarded(read_images, file))
+    if not views:
+        raise ValueError(f"{file}: no images in it")
+    return Model(folder, views, xyz)
+
+
+def load_photo(view: View, image_dir: Path) -> np.ndarray:
+    """h w, uint8. Raises ValueError with one line when the photo is not of its camera's size."""
+    gray = read_gray(image_dir / view.name)
+    if gray.shape != (view.height, view.width):
+        size = f"{gray.shape[1]}x{gray.shape[0]}"
+        raise ValueError(f"{image_dir / view.name}: {size}, its camera says {view.width}x{view.height}")
+    return gray
+
+
+def require_files(folder: Path, names: list[str], what: str) -> None:
+    """Raises ValueError with one line that names the files missing from `folder`."""
+    missing = [n for n in names if not (folder / n).is_file()]
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise ValueError(f"{folder}: {what}: {', '.join(missing[:5])}{more}")
+
+
+def depth_path(depth_dir: Path | str, name: str) -> Path:
+    """Where the depth map of the image `name` lies."""
+    return Path(depth_dir) / f"{name}.h5"
+
+
+# ---- pairs
+
+
+ANCHORS = 32  # co-visible points kept for each pair, around which crops are taken
+MIP_LEVELS = 4
+# Pairs of which less is confirmed are left out: a camera may be right for one part of a scene and wrong for
+# another (a wrong focal length, a clock's dial that has turned).
+CONFIRMED = 0.3
+
+
+class ColmapPairs:
+    """Pairs from a posed photo collection with depth maps, all of it in the memory of one device.
+
+    A pair is two square crops, each around the same point of the scene, of different size and position.
+    Sampling is a handful of batched operations on the device: no file is read, nothing is waited for.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path | str,
+        image_dir: Path | str,
+        depth_dir: Path | str,
+        device: torch.device | str = "cpu",
+        name: str | None = None,
+        tolerance: float = 0.03,
+        smallest_crop: float = 0.35,
+        photometric: bool = True,
+    ):
+        """`tolerance`: relative depth difference up to which a point counts as seen by both images.
+
+        `smallest_crop`: side of the smallest crop as a share of the image's shorter side.
+        `photometric`: photos of different days, but few of them, so each is changed as the others are.
+        """
+        model, image_dir, depth_dir = read_model(model_dir), Path(image_dir), Path(depth_dir)
+        self.name = name or Path(model_dir).resolve().name
+        self.device = torch.device(device)
+        self.tolerance, self.smallest_crop, self.photometric = tolerance, smallest_crop, photometric
+        names = [v.name for v in model.views]
+        require_files(image_dir, names, "images of the model are missing")
+        hint = f"no depth maps (run `prism data depth {model_dir}`)"
+        require_files(depth_dir, [f"{n}.h5" for n in names], hint)
+        views = self._fill_bank(model.views, image_dir, depth_dir)
+        self._choose_pairs(model, views)
+
+    def _fill_bank(self, every: tuple[View, ...], image_dir: Path, depth_dir: Path) -> list[View]:
+        """Loads photos and depth maps; returns their views, without those that are broken, which it names."""
+        views, photos, depths = [], [], []
+        for view in every:
+            try:
+                if not np.isfinite(view.T).all():
+                    raise ValueError(f"{image_dir / view.name}: its pose is not finite")
+                photo, depth = load_photo(view, image_dir), read_depth(depth_path(depth_dir, view.name))
+            except ValueError as e:
+                log.warning("skipped: %s", e)
+                continue
+            views.append(view)
+            photos.append(photo)
+            depths.append(depth)
+        if len(views) < 2:
+            raise ValueError(f"{image_dir}: fewer than two photos of the model can be used")
+        side = _round_up(max(max(p.shape) for p in photos), 2 ** (MIP_LEVELS - 1))
+        # Edges are repeated into the padding so that no dark seam bleeds into the smaller levels.
+        bank = np.stack([np.pad(p, [(0, side - n) for n in p.shape], mode="edge") for p in photos])
+        self._mips = _mip_levels(torch.from_numpy(bank).to(self.device))
+        side = max(max(d.shape) for d in depths)
+        bank = np.stack([np.pad(d, [(0, side - n) for n in d.shape]) for d in depths])
+        self._depth = torch.from_numpy(bank).to(self.device)
+        sizes = np.array([(v.width, v.height) for v in views], float)
+        scale = np.array([d.shape[::-1] for d in depths]) / sizes
+        K = [scale_intrinsics(v.K, *s) for v, s in zip(views, scale, strict=True)]
+        self._size = self._tensor(sizes)  # v 2: width and height in pixels of the photo
+        self._depth_scale = self._tensor(scale)  # v 2: pixels of the depth map per pixel of the photo
+        self._K = self._tensor(np.stack(K))  # v 3 3, in pixels of the depth map
+        # v 4 4, double: a product of poses must not lose digits to TF32
+        self._T = torch.from_numpy(np.stack([v.T for v in views])).to(self.device)
+        self._T_inverse = torch.from_numpy(np.stack([np.linalg.inv(v.T) for v in views])).to(self.device)
+        return views
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.asarray(array, np.float32)).to(self.device)
+
+    def _choose_pairs(self, model: Model, views: list[View]) -> None:
+        """Pairs that share points, with weights that spread them over overlap and scale ratio."""
+        rows = {id(v): i for i, v in enumerate(model.views)}
+        counts = np.stack([model.shared_counts(rows[id(v)]) for v in views])
+        counts = counts[:, [rows[id(v)] for v in views]]
+        first, second = np.nonzero(np.triu(counts >= 8, 1))
+        pairs = torch.from_numpy(np.stack([first, second], axis=1)).to(self.device)
+        measured = [self._measure(*some.unbind(1)) for some in pairs.split(64)] if len(pairs) else []
+        if not any((m[0] >= OVERLAP_BINS[0]).any() for m in measured):
+            raise ValueError(f"{model.path}: no two images overlap, so no pairs can be made of it")
+        overlap, ratio, anchors, extent = (torch.cat(x) for x in zip(*measured, strict=True))
+        keep = overlap >= OVERLAP_BINS[0]
+        self.overlap, self.ratio = overlap[keep], ratio[keep]  # n: of each pair, for reports
+        self._pairs, self._anchors, self._extent = pairs[keep], anchors[keep], extent[keep]
+        self._cumulative = spread_weights(self.overlap, self.ratio).cumsum(0)
+
+    def _measure(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of b pairs of views, by their depth maps; lengths in pixels of the photos.
+
+        Returns overlap b, scale ratio b (1 or more), anchors b ANCHORS 2 2 (points of the scene in both
+        photos) and extent b 2 (of the co-visible part in each photo).
+        """
+        grid = torch.linspace(0, 1, 24, device=self.device) * (self._depth.shape[-1] - 1)
+        points = torch.cartesian_prod(grid, grid).expand(len(a), -1, -1)
+        there, back = self._warp(points, a, b), self._warp(points, b, a)
+        overlap = torch.minimum(*(w.visible.sum(1) / w.known.sum(1).clamp(min=1) for w in (there, back)))
+        enough = (there.visible.sum(1) >= 6) & (back.visible.sum(1) >= 6)
+        sure = torch.minimum(self._confirmed(points, there, a, b), self._confirmed(points, back, b, a))
+        ends = torch.stack([
+            (points + 0.5) / self._depth_scale[a][:, None] - 0.5,
+            (there.points + 0.5) / self._depth_scale[b][:, None] - 0.5,
+        ], dim=2)  # b n 2 2  # fmt: skip
+        seen = there.visible[..., None, None]
+        middle = (ends * seen).sum(1, True) / seen.sum(1, True).clamp(min=1)
+        spread = ((ends - middle).square() * seen).sum(1) / seen.sum(1).clamp(min=1)  # b 2 2
+        # The side of a square whose points spread as widely.
+        extent = (12 * spread.amax(-1)).sqrt()
+        # How far a step of one pixel goes.
+        stepped = self._warp(points + points.new_tensor([1.0, 0.0]), a, b)
+        growth = (stepped.points - there.points).norm(dim=-1)
+        growth = torch.where(there.visible & stepped.visible & (growth > 0), growth, torch.nan)
+        growth = growth.nanmedian(1).values * self._depth_scale[a, 0] / self._depth_scale[b, 0]
+        ratio = torch.maximum(growth, 1 / growth).nan_to_num(1.0)
+        overlap = overlap * (enough & (sure >= CONFIRMED))
+        return overlap, ratio, self._pick_anchors(ends, there.visible), extent
+
+    def _confirmed(self, points: Tensor, warp: Warp, a: Tensor, b: Tensor) -> Tensor:
+        """b: of the surface of `a` that lands inside `b`, the share that the depth of `b` confirms."""
+        far = (self._size[b] * self._depth_scale[b] - 0.5)[:, None]
+        inside = (warp.points >= -0.5).all(-1) & (warp.points < far).all(-1)
+        inside = inside & (depth_at(self._depth[a], points) > 0)
+        return warp.visible.sum(1) / inside.sum(1).clamp(min=1)
+
+    def _pick_anchors(self, ends: Tensor, visible: Tensor) -> Tensor:
+        """b ANCHORS 2 2: some of ends b n 2 2 that are visible (b n), repeated where there are too few."""
+        generator = torch.Generator().manual_seed(0)  # a source is the same every time
+        order = torch.rand(visible.shape[1], generator=generator).to(self.device)
+        pick = (visible + order).topk(ANCHORS, dim=1).indices  # visible ones first
+        turn = torch.arange(ANCHORS, device=self.device) % visible.sum(1, True).clamp(min=1)
+        pick = pick.gather(1, turn)
+        return ends.gather(1, pick[..., None, None].expand(-1, -1, 2, 2))
+
+    def _warp(self, points: Tensor, a: Tensor, b: Tensor, bounds: Tensor | None = None) -> Warp:
+        """Warps points b n 2 from views `a` to views `b`, all in pixels of their depth maps."""
+        if bounds is None:
+            far = self._size[b] * self._depth_scale[b]
+            bounds = torch.cat([torch.zeros_like(far), far], 1) - 0.5
+        relative = self._T[b] @ self._T_inverse[a]
+        maps = self._depth[a], self._depth[b], self._K[a], self._K[b]
+        return warp_by_depth(points, *maps, relative, self.tolerance, bounds)
+
+    def __len__(self) -> int:
+        """Number of pairs of photos; crops make many more of them."""
+        return len(self._pairs)
+
+    @torch.no_grad()
+    def sample(self, batch: int, size: int, generator: torch.Generator) -> PairBatch:
+        """`batch` pairs of `size` x `size` pixels; `generator` is on the device of the source."""
+
+        def uniform(*shape: int) -> Tensor:
+            return torch.rand(batch, *shape, generator=generator, device=self.device)
+
+        row = torch.searchsorted(self._cumulative, uniform()).clamp(max=len(self._pairs) - 1)
+        flip = uniform() < 0.5
+        views = torch.where(flip[:, None], self._pairs[row].flip(1), self._pairs[row])
+        which = (uniform() * ANCHORS).long().clamp(max=ANCHORS - 1)
+        anchor = self._anchors[row, which]
+        anchor = torch.where(flip[:, None, None], anchor.flip(1), anchor)
+        extent = torch.where(flip[:, None], self._extent[row].flip(1), self._extent[row])
+        crops = [self._crop(views[:, k], anchor[:, k], extent[:, k], uniform(3)) for k in (0, 1)]
+        image0, image1 = (self._cut(views[:, k], *crops[k], size) for k in (0, 1))
+        if self.photometric:
+            image0, image1 = augment(torch.cat([image0, image1]), generator).chunk(2)
+        there = self._warp_cells(views[:, 0], views[:, 1], crops[0], crops[1], size)
+        back = self._warp_cells(views[:, 1], views[:, 0], crops[1], crops[0], size)
+        cells = (batch, size // 8, size // 8)
+        return PairBatch(
+            image0, image1,
+            there.points.view(*cells, 2), there.visible.view(cells),
+            back.points.view(*cells, 2), back.visible.view(cells),
+            unknown0=~there.known.view(cells), unknown1=~back.known.view(cells),
+            names=(self.name,) * batch,
+        )  # fmt: skip
+
+    def _crop(self, view: Tensor, anchor: Tensor, extent: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
+        """Top-left edge b 2 and side b of a square around `anchor`, inside the photo: without padding,
+        attention needs no masks.
+
+        Sides spread around the `extent` of the co-visible part: a landmark is often small in its photo.
+        """
+        size = self._size[view]
+        whole = size.amin(1)
+        high = torch.minimum(torch.maximum(2.5 * extent, 0.6 * whole), whole)
+        low = torch.minimum(torch.maximum(0.7 * extent, self.smallest_crop * whole), high)
+        side = low * (high / low) ** random[:, 0]
+        corner = anchor + 0.5 - (0.15 + 0.7 * random[:, 1:]) * side[:, None]
+        return torch.minimum(corner.clamp(min=0), size - side[:, None]), side
+
+    def _cut(self, view: Tensor, corner: Tensor, side: Tensor, size: int) -> Tensor:
+        """Image b 1 size size, from the levels of the bank that the shrinking asks for."""
+        steps = (torch.arange(size, device=self.device) + 0.5) / size
+        edge = corner[:, None, :] + steps[None, :, None] * side[:, None, None]  # b size 2
+        grid = edge * 2 / self._mips[0].shape[-1] - 1
+        grid = torch.stack(torch.broadcast_tensors(grid[:, None, :, 0], grid[:, :, None, 1]), dim=-1)
+        level = (side / size).log2().clamp(0, len(self._mips) - 1)
+        image = torch.zeros(len(view), 1, size, size, device=self.device)
+        for k, bank in enumerate(self._mips):
+            share = (1 - (level - k).abs()).clamp(min=0).view(-1, 1, 1, 1)
+            photo = bank[view][:, None].float() / 255
+            image = image + share * F.grid_sample(photo, grid, padding_mode="border", align_corners=False)
+        return image
+
+    def _warp_cells(self, a: Tensor, b: Tensor, crop_a: tuple, crop_b: tuple, size: int) -> Warp:
+        """Warps the cell centres of crops of views `a` into crops of views `b`."""
+        (corner_a, side_a), (corner_b, side_b) = crop_a, crop_b
+        zoom_a, zoom_b = (side_a / size)[:, None, None], (side_b / size)[:, None, None]
+        scale_a, scale_b = self._depth_scale[a][:, None], self._depth_scale[b][:, None]
+        centres = cell_centres(size, size, self.device).flatten(0, 1)
+        edge = corner_a[:, None] + (centres + 0.5) * zoom_a
+        far = torch.minimum(corner_b + side_b[:, None], self._size[b])
+        bounds = torch.cat([corner_b, far], 1) * self._depth_scale[b].repeat(1, 2) - 0.5
+        warp = self._warp(edge * scale_a - 0.5, a, b, bounds)
+        points = ((warp.points + 0.5) / scale_b - corner_b[:, None]) / zoom_b - 0.5
+        return warp._replace(points=points)
+
+
+def _mip_levels(bank: Tensor) -> list[Tensor]:
+    """The photos v s s, then halved again and again."""
+    levels = [bank]
+    for _ in range(MIP_LEVELS - 1):
+        half = F.avg_pool2d(levels[-1][:, None].float(), 2)[:, 0]
+        levels.append(half.round().to(torch.uint8))
+    return levels
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+# ---- file formats
+
+
+def _find(path: Path) -> tuple[Path, str]:
+    for folder in (path, path / "sparse", path / "sparse" / "0"):
+        for suffix in (".bin", ".txt"):
+            if (folder / f"images{suffix}").is_file():
+                return folder, suffix
+    raise ValueError(f"{path}: no COLMAP model here (no images.bin or images.txt)")
+
+
+def _guarded(read, file: Path):
+    """`read(file)`, with whatever a damaged file makes it raise turned into one line."""
+    try:
+        return read(file)
+    except FileNotFoundError:
+        raise ValueError(f"{file}: missing") from None
+    except (ValueError, ArithmeticError, LookupError, struct.error, MemoryError, OSError) as e:
+        reason = str(e) if str(e).startswith(str(file)) else f"{file}: damaged ({e})"
+        raise ValueError(reason) from e
+
+
+def _intrinsics(file: Path, model: str, params: np.ndarray) -> np.ndarray:
+    if model not in CAMERA_MODELS:
+        known = ", ".join(CAMERA_MODELS)
+        raise ValueError(f"{file}: camera model {model} is not supported (supported: {known})")
+    count, focals = CAMERA_MODELS[model]
+    if len(params) != count or not np.isfinite(params).all():
+        raise ValueError(f"{file}: a {model} camera needs {count} finite parameters")
+    if np.any(params[focals + 2 :] != 0):
+        raise ValueError(f"{file}: {model} camera with lens distortion; undistort the images first")
+    fx, fy = params[0], params[focals - 1]
+    cx, cy = params[focals : focals + 2] - 0.5
+    return np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])
+
+
+def _view(file: Path, image: tuple, cameras: dict, point_ids: np.ndarray) -> View:
+    name, quaternion, translation, camera, xys, ids = image
+    if camera not in cameras:
+        raise ValueError(f"{file}: image {name} has camera {camera}, which is not in the model")
+    width, height, K = cameras[camera]
+    ids, first = np.unique(ids, return_index=True)  # a point seen twice in one image counts once
+    rows = np.searchsorted(point_ids, ids)
+    rows = np.minimum(rows, max(len(point_ids) - 1, 0))
+    known = point_ids[rows] == ids if len(point_ids) else np.zeros(len(ids), bool)
+    T = np.eye(4)
+    T[:3, :3], T[:3, 3] = _rotation(np.asarray(quaternion, float)), translation
+    pixels = (xys[first[known]] - 0.5).astype(np.float32)
+    return View(name, width, height, K, T, pixels, rows[known])
+
+
+def _rotation(q: np.ndarray) -> np.ndarray:
+    """3 3 from a quaternion w x y z; NaN where the quaternion is NaN or zero."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        w, x, y, z = q / np.linalg.norm(q)
+    return np.array(
+        [
+            [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
+            [2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)],
+            [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
+        ]
+    )
+
+
+def _lines(file: Path) -> Iterator[str]:
+    with open(file, encoding="utf-8") as f:
+        for line in f:
+            if not line.startswith("#"):
+                yield line.rstrip("\n")
+
+
+def _cameras_text(file: Path) -> dict:
+    cameras = {}
+    for line in _lines(file):
+        if not line.strip():
+            continue
+        number, model, width, height, *params = line.split()
+        K = _intrinsics(file, model, np.array(params, float))
+        cameras[int(number)] = int(width), int(height), K
+    return cameras
+
+
+def _images_text(file: Path) -> list:
+    images = []
+    lines = _lines(file)
+    for line in lines:
+        if not line.strip():
+            continue
+        words = line.split(maxsplit=9)
+        if len(words) != 10:
+            raise ValueError(f"expected 10 words in an image's line, found {len(words)}")
+        pose = np.array(words[1:8], float)
+        seen = np.array(next(lines, "").split(), float).reshape(-1, 3)
+        seen = seen[seen[:, 2] >= 0]
+        images.append((words[9], pose[:4], pose[4:], int(words[8]), seen[:, :2], seen[:, 2].astype(np.int64)))
+    return images
+
+
+def _points_text(file: Path) -> tuple[np.ndarray, np.ndarray]:
+    rows = [line.split(maxsplit=4)[:4] for line in _lines(file) if line.strip()]
+    ids = np.array([int(r[0]) for r in rows], np.int64)
+    return ids, np.array([r[1:] for r in rows], float).reshape(-1, 3)
+
+
+class _Bytes:
+    """A cursor over a little-endian file."""
+
+    def __init__(self, file: Path):
+        self.data, self.at = file.read_bytes(), 0
+
+    def take(self, layout: str) -> tuple:
+        values = struct.unpack_from("<" + layout, self.data, self.at)
+        self.at += struct.calcsize("<" + layout)
+        return values
+
+    def array(self, dtype: np.dtype, count: int) -> np.ndarray:
+        values = np.frombuffer(self.data, dtype, count, self.at)
+        self.at += values.nbytes
+        return values
+
+    def string(self) -> str:
+        end = self.data.index(b"\0", self.at)
+        text = self.data[self.at : end].decode()
+        self.at = end + 1
+        return text
+
+
+def _cameras_binary(file: Path) -> dict:
+    data, cameras = _Bytes(file), {}
+    for _ in range(data.take("Q")[0]):
+        number, code, width, height = data.take("iiQQ")
+        model = BINARY_MODELS[code] if 0 <= code < len(BINARY_MODELS) else f"number {code}"
+        params = data.array(np.dtype("<f8"), CAMERA_MODELS.get(model, (0, 0))[0])
+        cameras[number] = width, height, _intrinsics(file, model, params)
+    return cameras
+
+
+def _images_binary(file: Path) -> list:
+    data, images = _Bytes(file), []
+    observation = np.dtype([("xy", "<f8", 2), ("id", "<i8")])
+    for _ in range(data.take("Q")[0]):
+        _, *pose, camera = data.take("i7di")
+        name = data.string()
+        seen = data.array(observation, data.take("Q")[0])
+        seen = seen[seen["id"] >= 0]
+        images.append((name, pose[:4], pose[4:], camera, seen["xy"], seen["id"]))
+    return images
+
+
+def _points_binary(file: Path) -> tuple[np.ndarray, np.ndarray]:
+    data, ids, xyz = _Bytes(file), [], []
+    for _ in range(data.take("Q")[0]):
+        number, *point = data.take("Q3d3Bd")
+        ids.append(number)
+        xyz.append(point[:3])
+        (track,) = data.take("Q")
+        data.at += 8 * track
+    return np.array(ids, np.int64), np.array(xyz, float).reshape(-1, 3)
+
+
+_READERS = {
+    ".txt": (_cameras_text, _images_text, _points_text),
+    ".bin": (_cameras_binary, _images_binary, _points_binary),
+}

@@ -1,0 +1,212 @@
+"""MegaDepth in the layout that LoFTR made common, and the index of it built from the raw release.
+
+ROOT/Undistorted_SfM/SCENE/{images,sparse}
+ROOT/phoenix/S6/zl548/MegaDepth_v1/SCENE/dense0/depths/*.h5
+INDEX/SCENE_0.1_0.7.npz   image_paths, depth_paths, intrinsics, poses, pair_infos; paths from ROOT
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from prism_match.training.data.colmap import Model, read_model
+from prism_match.training.data.posed import Frame, PosedPairs, spread_weights
+
+log = logging.getLogger(__name__)
+
+DEPTHS = "phoenix/S6/zl548/MegaDepth_v1"
+KEYS = ("image_paths", "depth_paths", "intrinsics", "poses", "pair_infos")
+
+
+class MegaDepthPairs(PosedPairs):
+    """Pairs from `scene_info` files; every scene has the same weight, however many pairs it has."""
+
+    def __init__(
+        self,
+        root: Path | str,
+        scene_infos: Iterable[Path | str],
+        device: torch.device | str = "cpu",
+        overlap: tuple[float, float] = (0.0, 1.0),
+        workers: int = 8,
+    ):
+        """`overlap`: pairs with less or more than this are left out."""
+        frames: list[Frame] = []
+        pairs, weights = [np.empty((0, 2), np.int64)], [np.empty(0)]
+        scene_infos = [Path(f) for f in scene_infos]
+        for file in scene_infos:
+            found, scene_pairs, score = read_scene_info(Path(root), file)
+            chosen = (score >= overlap[0]) & (score <= overlap[1])
+            scene_pairs, score = scene_pairs[chosen], torch.from_numpy(score[chosen])
+            if len(scene_pairs):
+                pairs.append(scene_pairs + len(frames))
+                weights.append(spread_weights(score, torch.ones_like(score)).numpy())
+            frames += found
+        if not sum(map(len, pairs)):
+            files = ", ".join(str(f) for f in scene_infos[:3]) or "no scene_info files"
+            raise ValueError(f"MegaDepth: no usable pairs in {files}")
+        weights, pairs = np.concatenate(weights), np.concatenate(pairs)
+        super().__init__("megadepth", frames, pairs, weights, device, workers, same_size=True)
+
+
+def read_scene_info(root: Path, file: Path) -> tuple[list[Frame], np.ndarray, np.ndarray]:
+    """Frames, pairs n 2 and overlaps n of one `scene_info` file; frames with a bad pose are named, left out.
+
+    Raises ValueError with one line when the file is not what it should be.
+    """
+    try:
+        with np.load(file, allow_pickle=True) as f:  # the format stores Python objects
+            images, depths, intrinsics, poses, infos = (f[k] for k in KEYS)
+        pairs = np.array([info[0] for info in infos], np.int64).reshape(-1, 2)
+        overlap = np.array([info[1] for info in infos], float)
+        if len(pairs) and not 0 <= pairs.min() <= pairs.max() < len(images):
+            raise ValueError("a pair names an image that is not listed")
+    except Exception as e:  # unpickling a damaged file can raise anything
+        raise ValueError(f"{file}: not a scene_info file ({e})") from e
+    frames: list[Frame] = []
+    rows = np.full(len(images), -1)
+    for i in np.unique(pairs):
+        if images[i] is None or depths[i] is None:
+            continue
+        K = np.asarray(intrinsics[i], float).copy()
+        K[:2, 2] -= 0.5  # the index has COLMAP's principal points
+        frame = Frame(root / images[i], root / depths[i], K, np.asarray(poses[i], float))
+        if problem := frame.problem():
+            log.warning("skipped: %s", problem)
+            continue
+        rows[i] = len(frames)
+        frames.append(frame)
+    good = (rows[pairs] >= 0).all(1)
+    return frames, rows[pairs][good], overlap[good]
+
+
+# ---- building the index
+
+
+def build_index(
+    root: Path | str,
+    out: Path | str,
+    overlap: tuple[float, float] = (0.1, 0.7),
+    pairs_per_scene: int = 100_000,
+) -> list[Path]:
+    """Writes one `scene_info` file for each scene that has a model and depth maps; returns their paths.
+
+    Uses `Undistorted_SfM/SCENE` where it exists and makes it from the raw SfM model, with pycolmap, where it
+    does not. A scene that cannot be used is named and left out.
+    """
+    root, out = Path(root), Path(out)
+    scenes = sorted(p.name for p in (root / DEPTHS).glob("*") if p.is_dir())
+    if not scenes:
+        raise ValueError(f"{root / DEPTHS}: no scenes here; unpack MegaDepth v1 into {root}")
+    written = []
+    for scene in tqdm(scenes, desc="scenes", disable=len(scenes) < 2):
+        try:
+            model = read_model(_undistorted(root, scene))
+            info = scene_info(root, scene, model, overlap, pairs_per_scene)
+        except ValueError as e:
+            log.warning("scene %s left out: %s", scene, e)
+            continue
+        written.append(_save(out / f"{scene}_{overlap[0]}_{overlap[1]}.npz", info))
+    if not written:
+        raise ValueError(f"{root}: no scene has both an SfM model and depth maps")
+    return written
+
+
+def scene_info(root: Path, scene: str, model: Model, overlap: tuple[float, float], limit: int) -> dict:
+    """What a `scene_info` file holds: every view of the model, None for those without image or depth."""
+    n = len(model.views)
+    info = {key: np.full(n, None, object) for key in KEYS[:4]}
+    for i, view in enumerate(model.views):
+        image = f"Undistorted_SfM/{scene}/images/{view.name}"
+        depth = _depth_of(root, scene, view.name)
+        if depth is None or not (root / image).is_file() or not np.isfinite(view.T).all():
+            continue
+        K = view.K.copy()
+        K[:2, 2] += 0.5  # COLMAP's convention, as in the published index
+        info["image_paths"][i], info["depth_paths"][i] = image, depth
+        info["intrinsics"][i], info["poses"][i] = K, view.T
+    usable = np.array([p is not None for p in info["image_paths"]])
+    if not usable.any():
+        raise ValueError(f"no image of {model.path} has a depth map")
+    pairs = _overlapping(model, usable, overlap)
+    if not pairs:
+        raise ValueError(f"no two images of {model.path} overlap by {overlap[0]} to {overlap[1]}")
+    if len(pairs) > limit:
+        chosen = np.random.default_rng(0).choice(len(pairs), limit, replace=False)
+        pairs = [pairs[k] for k in sorted(chosen)]
+    info["pair_infos"] = np.empty(len(pairs), object)
+    for k, (a, b, share) in enumerate(pairs):
+        info["pair_infos"][k] = np.array([a, b]), share, _central_match(model, a, b)
+    return info
+
+
+def _depth_of(root: Path, scene: str, name: str) -> str | None:
+    for folder in sorted((root / DEPTHS / scene).glob("dense*")):
+        path = folder / "depths" / Path(name).with_suffix(".h5").name
+        if path.is_file():
+            return path.relative_to(root).as_posix()
+    return None
+
+
+def _overlapping(model: Model, usable: np.ndarray, overlap: tuple[float, float]) -> list[tuple]:
+    """Pairs of views and the share of points they have in common, of the one that sees more."""
+    seen = np.array([len(v.points) for v in model.views])
+    pairs = []
+    for a in np.flatnonzero(usable):
+        share = model.shared_counts(a) / np.maximum(np.maximum(seen, seen[a]), 1)
+        good = usable & (share >= overlap[0]) & (share <= overlap[1])
+        pairs += [(int(a), int(b), float(share[b])) for b in np.flatnonzero(good) if b > a]
+    return pairs
+
+
+def _central_match(model: Model, a: int, b: int) -> np.ndarray:
+    """4: row and column, in both images, of the shared point nearest to the middle of them."""
+    _, in_a, in_b = model.shared(a, b)
+    pixels = np.concatenate([model.views[a].pixels[in_a], model.views[b].pixels[in_b]], 1)
+    nearest = np.abs(pixels - np.median(pixels, 0)).sum(1).argmin()
+    return pixels[nearest][[1, 0, 3, 2]].astype(float)
+
+
+def _undistorted(root: Path, scene: str) -> Path:
+    """The folder of the scene's undistorted model, made where only the raw one exists."""
+    folder = root / "Undistorted_SfM" / scene
+    if folder.is_dir():
+        return folder
+    for parent in ("SfM", "MegaDepth_v1_SfM", "phoenix/S6/zl548/MegaDepth_v1_SfM"):
+        raw = root / parent / scene
+        if (raw / "sparse" / "manhattan" / "0").is_dir():
+            _undistort(raw / "sparse" / "manhattan" / "0", raw / "images", folder)
+            return folder
+    raise ValueError(f"no SfM model (looked for {folder} and {root}/MegaDepth_v1_SfM/{scene})")
+
+
+def _undistort(model: Path, images: Path, out: Path) -> None:
+    try:
+        import pycolmap
+    except ImportError:
+        raise ValueError(f"{model} has lens distortion; to undistort it: pip install pycolmap") from None
+    partial = out.with_name(f".{out.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    try:
+        pycolmap.undistort_images(str(partial), str(model), str(images))
+    except (RuntimeError, ValueError, OSError) as e:
+        raise ValueError(f"{model}: undistortion failed ({e})") from e
+    os.replace(partial, out)
+
+
+def _save(path: Path, info: dict) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as f:
+            np.savez_compressed(f, **info)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path

@@ -1,0 +1,349 @@
+"""Homography pairs from any folder or tar of photos: strong geometry, independent light, nothing labelled.
+
+Both views are warped from the photo, so that both carry the blur of resampling. What lies outside the photo
+is filled with another photo, and patches of another photo are pasted into one view only: content with no
+match, marked as such, which is what teaches pruning.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import tarfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import cv2
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prism_match.training.data.photometric import Draw, augment
+from prism_match.training.pairs import PairBatch, cell_centres
+
+log = logging.getLogger(__name__)
+
+IMAGE_SUFFIXES = {".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+CANDIDATES = 4  # homography pairs drawn for each photo, of which the first with enough overlap is kept
+
+
+class PhotoStore:
+    """Square gray photos with their mip-maps in one flat uint8 tensor, sampled at any point and level."""
+
+    def __init__(self, photos: Tensor):
+        """`photos`: n s s uint8, s divisible by 32."""
+        if photos.dim() != 3 or photos.shape[1] != photos.shape[2] or photos.dtype != torch.uint8:
+            raise ValueError(f"photos must be uint8 n s s, not {photos.dtype} {tuple(photos.shape)}")
+        self.size = photos.shape[1]
+        if len(photos) == 0 or self.size % 32:
+            raise ValueError(f"need at least one photo of a size divisible by 32, not {tuple(photos.shape)}")
+        self.count = len(photos)
+        self.sizes = [self.size]
+        while self.sizes[-1] % 2 == 0 and self.sizes[-1] > 4:
+            self.sizes.append(self.sizes[-1] // 2)
+        self.flat = torch.cat([_mip_maps(chunk, self.sizes) for chunk in photos.split(256)])
+        small = self.flat[:, -sum(s * s for s in self.sizes[2:]) :][:, : self.sizes[2] ** 2] / 255.0
+        self.tone = torch.stack([small.mean(1), small.std(1).clamp(min=0.02)], 1)  # n 2: mean and deviation
+
+    @classmethod
+    def load(
+        cls,
+        paths: str | Path | Iterable[str | Path],
+        size: int = 448,
+        workers: int = 8,
+        limit: int | None = None,
+    ) -> PhotoStore:
+        """Photos of folders (recursively, tars inside them too), tars and files; `limit` keeps the first."""
+        roots = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(p) for p in paths]
+        photos: list[np.ndarray] = []
+        with ThreadPoolExecutor(workers) as pool:
+            jobs = ((name, pool.submit(_decode, data, size)) for name, data in _encoded(roots))
+            for name, job in _ahead(jobs, 8 * workers):
+                photo = job.result()
+                if photo is None:
+                    log.warning("skipped %s: not an image that can be decoded", name)
+                    continue
+                photos.append(photo)
+                if limit is not None and len(photos) >= limit:
+                    break
+        if not photos:
+            where = ", ".join(map(str, roots)) or "an empty list"
+            raise ValueError(f"no photos that can be decoded in {where}")
+        return cls(torch.from_numpy(np.stack(photos)))
+
+    @property
+    def device(self) -> torch.device:
+        return self.flat.device
+
+    def __len__(self) -> int:
+        return self.count
+
+    def to(self, device: torch.device | str) -> PhotoStore:
+        """The same store on `device`; shared, not copied, where it is there already."""
+        moved = object.__new__(PhotoStore)
+        moved.size, moved.count, moved.sizes = self.size, self.count, self.sizes
+        moved.flat, moved.tone = self.flat.to(device), self.tone.to(device)
+        return moved
+
+    def sample(self, photo: Tensor, u: Tensor, v: Tensor, level: Tensor) -> Tensor:
+        """Bilinear samples in [0, 1]; all arguments of one shape: photo (int64), u and v in [0, 1], level.
+
+        Levels are taken whole: callers that supersample spread theirs (`spread_levels`), which blends levels.
+        """
+        k = level.clamp(0, len(self.sizes) - 1).long()
+        # All levels are half the one before, and lie one behind the other: size and start in closed form.
+        side = torch.bitwise_right_shift(torch.full_like(k, self.size), k)
+        start = (4 * (self.size * self.size - side * side)) // 3
+        x = (u * side - 0.5).clamp(min=0).minimum(side - 1.0)
+        y = (v * side - 0.5).clamp(min=0).minimum(side - 1.0)
+        x0, y0 = x.long(), y.long()
+        fx, fy = x - x0, y - y0
+        right = (x0 + 1).minimum(side - 1) - x0
+        down = ((y0 + 1).minimum(side - 1) - y0) * side
+        at = photo * self.flat.shape[1] + start + y0 * side + x0
+        flat = self.flat.view(-1)
+        top = torch.lerp(flat[at].float(), flat[at + right].float(), fx)
+        bottom = torch.lerp(flat[at + down].float(), flat[at + down + right].float(), fx)
+        return torch.lerp(top, bottom, fy) / 255.0
+
+
+def _mip_maps(photos: Tensor, sizes: list[int]) -> Tensor:
+    """n s s uint8 -> n (sum of squared sizes) uint8; every level is the mean of 2x2 of the one before."""
+    level = photos.float().unsqueeze(1)
+    levels = [photos.flatten(1)]
+    for _ in sizes[1:]:
+        level = F.avg_pool2d(level, 2)
+        levels.append(level.round().to(torch.uint8).flatten(1))
+    return torch.cat(levels, 1)
+
+
+def _encoded(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
+    """Name and encoded bytes of each image under `paths`, in a stable order."""
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES | {".tar"})
+            yield from _encoded([p for p in inside if p.is_file()])
+        elif path.suffix.lower() == ".tar":
+            yield from _encoded_in_tar(path)
+        else:
+            yield str(path), path.read_bytes()
+
+
+def _encoded_in_tar(path: Path) -> Iterator[tuple[str, bytes]]:
+    try:
+        with tarfile.open(path) as tar:
+            for member in tar:
+                file = tar.extractfile(member) if member.isfile() else None
+                if file is not None and Path(member.name).suffix.lower() in IMAGE_SUFFIXES:
+                    yield f"{path}:{member.name}", file.read()
+    except tarfile.ReadError as e:
+        raise ValueError(f"{path}: not a tar file that can be read ({e})") from e
+
+
+def _ahead(jobs: Iterator, n: int) -> Iterator:
+    """The same items, with `n` of them always submitted ahead: bounds the encoded bytes held in memory."""
+    waiting: list = []
+    for job in jobs:
+        waiting.append(job)
+        if len(waiting) > n:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+def _decode(data: bytes, size: int) -> np.ndarray | None:
+    """Gray, centre square, `size` x `size` uint8; None where the bytes are no image."""
+    try:
+        image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE)
+    except cv2.error:
+        return None
+    if image is None:
+        return None
+    side = min(image.shape)
+    top, left = (image.shape[0] - side) // 2, (image.shape[1] - side) // 2
+    image = image[top : top + side, left : left + side]
+    if side == size:
+        return np.ascontiguousarray(image)
+    smooth = cv2.INTER_AREA if side > size else cv2.INTER_CUBIC
+    return cv2.resize(image, (size, size), interpolation=smooth)
+
+
+def subpixels(size: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """4 size*size each: x and y of 2x2 points inside each pixel, for anti-aliasing by their mean."""
+    at = torch.arange(size, device=device, dtype=torch.float32)
+    sub = torch.arange(4, device=device).view(4, 1, 1)
+    x = (at.view(1, 1, -1) + (sub % 2) * 0.5 - 0.25).expand(4, size, size)
+    y = (at.view(1, -1, 1) + (sub // 2) * 0.5 - 0.25).expand(4, size, size)
+    return x.reshape(4, -1), y.reshape(4, -1)
+
+
+def spread_levels(level: Tensor) -> Tensor:
+    """b 4 n -> the same, offset so that the whole parts over the 4 sub-pixels average to the level."""
+    sub = torch.arange(4, device=level.device)
+    return level + ((sub + 0.5) / 4).view(1, 4, 1)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """... 3 3 @ ... 3 3 without matmul, whose TF32 mode would move pixels by tenths."""
+    return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
+
+
+def inverse(m: Tensor) -> Tensor:
+    """... 3 3: inverse up to scale (the adjugate), enough for homographies and free of synchronisation."""
+    r0, r1, r2 = m.unbind(-2)
+    cross = torch.linalg.cross
+    return torch.stack([cross(r1, r2), cross(r2, r0), cross(r0, r1)], -1)
+
+
+def transform(h: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Homographies (b 3 3) of points (x, y: broadcastable to b n): x, y, and the homogeneous w."""
+    rows = [h[:, i, 0, None] * x + h[:, i, 1, None] * y + h[:, i, 2, None] for i in range(3)]
+    w = rows[2]
+    safe = torch.where(w.abs() < 1e-6, torch.full_like(w, 1e-6), w)
+    return rows[0] / safe, rows[1] / safe, w
+
+
+class PhotoPairs:
+    """Pairs of views of one photo related by a homography, with scale ratios of up to `max_scale`."""
+
+    name = "photos"
+
+    def __init__(
+        self,
+        store: PhotoStore,
+        device: torch.device | str = "cpu",
+        max_scale: float = 4.0,
+        photometric: bool = True,
+    ):
+        self.store, self.device = store.to(device), torch.device(device)
+        self.max_scale, self.photometric = max_scale, photometric
+
+    @torch.no_grad()
+    def sample(self, batch: int, size: int, generator: torch.Generator) -> PairBatch:
+        draw = Draw(generator)
+        to_photo = self._choose_views(draw, batch, size)  # b 2 3 3: pixels of each view -> photo in [0, 1]
+        photo = draw.integer(self.store.count, batch, 3)  # the photo, and a distractor for each view
+        patches = [Patches(draw, batch, size) for _ in range(2)]
+        images, truth = [], []
+        for i, j in ((0, 1), (1, 0)):
+            image = self._render(to_photo[:, i], photo[:, 0], photo[:, 1 + i], patches[i], size)
+            images.append(augment(image, generator) if self.photometric else image)
+            truth.append(warp_cells(to_photo[:, i], to_photo[:, j], patches[i], patches[j], size))
+        return PairBatch(images[0], images[1], *truth[0], *truth[1], names=(self.name,) * batch)
+
+    def _choose_views(self, draw: Draw, b: int, size: int) -> Tensor:
+        """b 2 3 3: the first of several random view pairs whose overlap is between 0.1 and 1."""
+        drawn = random_views(draw, b * CANDIDATES, size, self.max_scale)
+        coarse = cell_centres(128, 128, self.device).view(1, -1, 2) * (size / 128)
+        share = [_overlap(drawn[:, i], drawn[:, 1 - i], coarse, size) for i in range(2)]
+        overlap = torch.maximum(*share).view(b, CANDIDATES)
+        # First good candidate; where none is good, the one that overlaps most.
+        order = torch.arange(CANDIDATES, 0, -1, device=self.device)
+        best = torch.where(overlap > 0.12, order, overlap).argmax(1)
+        return drawn.view(b, CANDIDATES, 2, 3, 3)[torch.arange(b, device=self.device), best]
+
+    def _render(self, to_photo: Tensor, photo: Tensor, other: Tensor, patches: Patches, size: int) -> Tensor:
+        """b 1 size size: the view, `other` where it leaves the photo and in the patches."""
+        b = len(photo)
+        x, y = (t.reshape(1, -1) for t in subpixels(size, self.device))
+        u, v, w = transform(to_photo, x, y)
+        inside = (u > 0) & (u < 1) & (v > 0) & (v < 1) & ~patches.covers(x, y)
+        # Photo pixels under a sub-pixel, from the homography's Jacobian: |det H| / w^3 is the change of area.
+        det = (to_photo[:, 0] * torch.linalg.cross(to_photo[:, 1], to_photo[:, 2])).sum(-1)
+        area = det.abs().view(b, 1) / w.abs().clamp(min=1e-6) ** 3 * (self.store.size / 2) ** 2
+        level = spread_levels(0.5 * torch.log2(area.clamp(min=1e-6)).view(b, 4, -1)).view(b, -1)
+        # Distractors keep the scale of the view: the same coordinates, mirrored into the other photo.
+        u, v = (t - 2 * torch.round(t / 2) for t in (u, v))
+        index = torch.where(inside, photo.view(b, 1), other.view(b, 1))
+        value = self.store.sample(index, u.abs(), v.abs(), level)
+        return value.view(b, 4, size, size).mean(1, keepdim=True)
+
+
+class Patches:
+    """Random ellipses in one view which show something else."""
+
+    def __init__(self, draw: Draw, b: int, size: int, count: int = 4):
+        self.x, self.y = draw.uniform(0, size, b, count, 1), draw.uniform(0, size, b, count, 1)
+        present = draw.chance(0.4, b, 1, 1) & draw.chance(0.6, b, count, 1)
+        self.rx = draw.log_uniform(0.03, 0.22, b, count, 1) * size * present
+        self.ry = self.rx * draw.log_uniform(0.6, 2.5, b, count, 1)
+        self.power = 2.0 * draw.log_uniform(0.6, 3.0, b, count, 1)  # from a star over an ellipse to a box
+
+    def covers(self, x: Tensor, y: Tensor) -> Tensor:
+        """Points (x, y: broadcastable to b n) -> b n bool."""
+        dx = ((x.unsqueeze(1) - self.x) / self.rx.clamp(min=1e-3)).abs().clamp(max=10)
+        dy = ((y.unsqueeze(1) - self.y) / self.ry.clamp(min=1e-3)).abs().clamp(max=10)
+        return ((dx**self.power + dy**self.power < 1) & (self.rx > 0)).any(1)
+
+
+def random_views(draw: Draw, n: int, size: int, max_scale: float) -> Tensor:
+    """n 2 3 3: two views of one photo each, pixels -> photo in [0, 1].
+
+    The wide view covers much of the photo, the near one up to `max_scale` times less of it.
+    """
+    ratio = max_scale ** draw.uniform(0, 1, n).pow(1.3)
+    wide = draw.uniform(0.35, 0.52, n) * draw.uniform(0.6, 1, n).where(ratio < 2, torch.ones_like(ratio))
+    extent = torch.stack([wide, wide / ratio], 1)  # half a view's side, in photo sides
+    extent = torch.where(draw.chance(0.5, n, 1), extent, extent.flip(1))
+    # Mostly upright and a little rolled; now and then any rotation at all.
+    angle = torch.where(
+        draw.chance(0.15, n, 2), draw.uniform(-math.pi, math.pi, n, 2), draw.normal(0.25, n, 2)
+    )
+    # Centres stay where the view is mostly inside the photo.
+    room = (0.55 - extent).clamp(min=0.03).unsqueeze(-1)
+    centre = 0.5 + draw.uniform(-1, 1, n, 2, 2) * room
+    # The wide view's centre pulls the near one towards it, else strong ratios would seldom overlap.
+    middle = centre.mean(1, keepdim=True)
+    centre = middle + (centre - middle) * draw.uniform(0.2, 1, n, 1, 1)
+    tilt = draw.normal(0.22, n, 2, 2).clamp(-0.5, 0.5)
+    stretch = draw.normal(0.12, n, 2).exp()
+    cos, sin, zero, one = angle.cos(), angle.sin(), torch.zeros_like(angle), torch.ones_like(angle)
+    ex, ey = extent * stretch, extent / stretch
+    similarity = torch.stack(
+        [ex * cos, -ey * sin, centre[..., 0], ex * sin, ey * cos, centre[..., 1], zero, zero, one], -1
+    ).view(n, 2, 3, 3)
+    perspective = torch.stack([one, zero, zero, zero, one, zero, tilt[..., 0], tilt[..., 1], one], -1)
+    half = size / 2
+    normalise = torch.stack(
+        [
+            one / half,
+            zero,
+            (0.5 - half) / half * one,
+            zero,
+            one / half,
+            (0.5 - half) / half * one,
+            zero,
+            zero,
+            one,
+        ],
+        -1,
+    ).view(n, 2, 3, 3)
+    return product(product(similarity, perspective.view(n, 2, 3, 3)), normalise)
+
+
+def _overlap(source: Tensor, target: Tensor, points: Tensor, size: int) -> Tensor:
+    """n: share of the points of the source view that the target view sees too."""
+    _, seen = _warp(source, target, points[..., 0], points[..., 1], size)
+    return seen.float().mean(1)
+
+
+def _warp(source: Tensor, target: Tensor, x: Tensor, y: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Points (x, y: 1 n) of the source view -> b n 2 in the target view, and whether both show the photo."""
+    u, v, w0 = transform(source, x, y)
+    wx, wy, w1 = transform(product(inverse(target), source), x, y)
+    # The adjugate's sign is that of the determinant; views are never mirrored, so it is positive.
+    inside = (wx >= 0) & (wx <= size - 1) & (wy >= 0) & (wy <= size - 1) & (w0 > 0) & (w1 > 0)
+    return torch.stack([wx, wy], -1), inside & (u > 0) & (u < 1) & (v > 0) & (v < 1)
+
+
+def warp_cells(
+    source: Tensor, target: Tensor, own: Patches, theirs: Patches, size: int
+) -> tuple[Tensor, Tensor]:
+    """Views (b 3 3) -> warp b h/8 w/8 2 and visibility b h/8 w/8 of the source's cell centres."""
+    centres = cell_centres(size, size, source.device)
+    n = centres.shape[0]
+    x, y = centres.reshape(1, -1, 2).unbind(-1)
+    warp, seen = _warp(source, target, x, y, size)
+    seen = seen & ~own.covers(x, y) & ~theirs.covers(*warp.unbind(-1))
+    return warp.view(-1, n, n, 2), seen.view(-1, n, n)

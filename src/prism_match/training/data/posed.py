@@ -1,0 +1,205 @@
+"""Pairs of frames with depth and pose that lie on disk: what MegaDepth and RGB-D sequences share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+
+from prism_match.training.data.files import read_depth, read_gray
+from prism_match.training.pairs import PairBatch, cell_centres
+from prism_match.training.supervision import Warp, warp_by_depth
+
+log = logging.getLogger(__name__)
+
+OVERLAP_BINS = (0.05, 0.15, 0.3, 0.5, 0.7)  # share of one image's points that the other sees as well
+SCALE_BINS = (1.0, 1.5, 2.2, 3.3)  # how much larger one image shows them than the other
+
+
+def spread_weights(overlap: Tensor, ratio: Tensor) -> Tensor:
+    """n: sampling weights that sum to 1; a bin of overlap and scale ratio weighs as the square root of
+    the number of its pairs, so that wide baselines and changes of scale are not drowned by easy pairs."""
+    bins = torch.bucketize(overlap, overlap.new_tensor(OVERLAP_BINS[1:])) * len(SCALE_BINS)
+    bins = bins + torch.bucketize(ratio, ratio.new_tensor(SCALE_BINS[1:]))
+    count = torch.bincount(bins, minlength=len(OVERLAP_BINS) * len(SCALE_BINS))
+    weight = count[bins].float().rsqrt()
+    return weight / weight.sum()
+
+
+def scale_intrinsics(K: np.ndarray, sx: float, sy: float) -> np.ndarray:
+    """3 3: intrinsics after a resize, which maps x to (x + 0.5) * s - 0.5."""
+    return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1]]) @ K
+
+
+@dataclass(frozen=True)
+class Frame:
+    image: Path
+    depth: Path
+    K: np.ndarray  # 3 3, in pixels of the image
+    T: np.ndarray  # 4 4: world to camera
+
+    def problem(self) -> str | None:
+        """Why this frame cannot be used, as far as its numbers tell."""
+        if not (np.isfinite(self.K).all() and np.isfinite(self.T).all()):
+            return f"{self.image}: pose or intrinsics are not finite"
+        if abs(np.linalg.det(self.T[:3, :3]) - 1) > 0.01 or min(self.K[0, 0], self.K[1, 1]) <= 0:
+            return f"{self.image}: not a camera pose or not a focal length"
+        return None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A frame resized so that its longer side is `size`, in the top-left corner of a square."""
+
+    image: np.ndarray  # size size, uint8
+    depth: np.ndarray  # size size, float32
+    K: np.ndarray  # 3 3
+    T: np.ndarray  # 4 4
+    extent: tuple[int, int]  # width and height of what is not padding
+
+
+def load_frame(frame: Frame, size: int, same_size: bool) -> Loaded:
+    """Raises ValueError with one line when an image or a depth map is missing, broken or does not fit.
+
+    With `same_size`, depth has to have the size of the image; otherwise the same shape will do.
+    """
+    image, depth = read_gray(frame.image), read_depth(frame.depth)
+    h, w = image.shape
+    same_shape = abs(depth.shape[1] / depth.shape[0] * h / w - 1) < 0.02
+    if depth.shape != image.shape and (same_size or not same_shape):
+        sizes = f"{depth.shape[1]}x{depth.shape[0]}, its image is {w}x{h}"
+        raise ValueError(f"{frame.depth}: depth map is {sizes}")
+    scale = size / max(h, w)
+    w2, h2 = max(round(w * scale), 1), max(round(h * scale), 1)
+    shrink = cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR
+    pad = [(0, size - h2), (0, size - w2)]
+    return Loaded(
+        np.pad(cv2.resize(image, (w2, h2), interpolation=shrink), pad),
+        np.pad(resize_depth(depth, w2, h2), pad),
+        scale_intrinsics(frame.K, w2 / w, h2 / h),
+        frame.T,
+        (w2, h2),
+    )
+
+
+def resize_depth(depth: np.ndarray, width: int, height: int) -> np.ndarray:
+    """height width: the nearest depth, since a mean of near and far is on no surface."""
+    rows = ((np.arange(height) + 0.5) * depth.shape[0] / height).astype(int)
+    columns = ((np.arange(width) + 0.5) * depth.shape[1] / width).astype(int)
+    return depth[rows[:, None], columns]
+
+
+class PosedPairs:
+    """Draws pairs of frames by weight, decodes them in a thread pool, and computes their warps."""
+
+    def __init__(
+        self,
+        name: str,
+        frames: Sequence[Frame],
+        pairs: np.ndarray,
+        weights: np.ndarray,
+        device: torch.device | str = "cpu",
+        workers: int = 8,
+        tolerance: float = 0.05,
+        same_size: bool = False,
+    ):
+        """`pairs` n 2 are indices of `frames`; `weights` n need not sum to 1."""
+        self.name, self.frames, self.pairs = name, frames, pairs
+        self.device, self.tolerance, self.same_size = torch.device(device), tolerance, same_size
+        self.broken: dict[str, str] = {}  # image path -> why it is skipped
+        self._cumulative = torch.from_numpy(np.cumsum(weights / weights.sum())).float()
+        self._pool = ThreadPoolExecutor(workers)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def sample(self, batch: int, size: int, generator: torch.Generator) -> PairBatch:
+        """`batch` pairs, longer sides resized to `size`, padded to squares. Broken ones are replaced."""
+        good: list[tuple[Loaded, Loaded]] = []
+        names: list[str] = []
+        misses = 0
+        while len(good) < batch:
+            rows = self._draw(batch - len(good), generator)
+            loads = self._pool.map(lambda r: self._load_pair(r, size), rows)
+            for row, pair in zip(rows, loads, strict=True):
+                if pair is None:
+                    misses += 1
+                    continue
+                good.append(pair)
+                names.append(" ".join(self.frames[i].image.stem for i in self.pairs[row]))
+            if misses > 20 * batch + 200:
+                last = next(reversed(self.broken.values()))
+                raise ValueError(f"{self.name}: hardly any pair can be read; the last one: {last}")
+        return self._batch(good, tuple(names))
+
+    def _draw(self, count: int, generator: torch.Generator) -> list[int]:
+        random = torch.rand(count, generator=generator, device=generator.device).cpu()
+        return torch.searchsorted(self._cumulative, random).clamp(max=len(self.pairs) - 1).tolist()
+
+    def _load_pair(self, row: int, size: int) -> tuple[Loaded, Loaded] | None:
+        loaded = []
+        for i in self.pairs[row]:
+            frame = self.frames[i]
+            if str(frame.image) in self.broken:
+                return None
+            try:
+                loaded.append(load_frame(frame, size, self.same_size))
+            except ValueError as e:
+                self.broken[str(frame.image)] = str(e)
+                log.warning("skipped: %s", e)
+                return None
+        return loaded[0], loaded[1]
+
+    def _batch(self, good: list[tuple[Loaded, Loaded]], names: tuple[str, ...]) -> PairBatch:
+        sides = [self._stack([pair[k] for pair in good]) for k in (0, 1)]
+        size = sides[0].image.shape[-1]
+        there, back = self._warp_cells(*sides, size), self._warp_cells(*sides[::-1], size)
+        cells = (len(good), size // 8, size // 8)
+        return PairBatch(
+            sides[0].image, sides[1].image,
+            there.points.view(*cells, 2), there.visible.view(cells),
+            back.points.view(*cells, 2), back.visible.view(cells),
+            sides[0].mask, sides[1].mask, ~there.known.view(cells), ~back.known.view(cells),
+            names,
+        )  # fmt: skip
+
+    def _stack(self, frames: list[Loaded]) -> _Side:
+        def tensor(values: list) -> Tensor:
+            return torch.from_numpy(np.stack(values)).to(self.device, non_blocking=True)
+
+        image = tensor([f.image for f in frames])
+        extent = tensor([np.array(f.extent, np.float32) for f in frames])
+        steps = torch.arange(image.shape[-1], device=self.device)
+        mask = (steps[:, None] < extent[:, 1, None, None]) & (steps < extent[:, 0, None, None])
+        return _Side(
+            image[:, None].float() / 255, mask, extent,
+            tensor([f.depth for f in frames]),
+            tensor([f.K.astype(np.float32) for f in frames]),
+            tensor([f.T for f in frames]),
+        )  # fmt: skip
+
+    def _warp_cells(self, a: _Side, b: _Side, size: int) -> Warp:
+        centres = cell_centres(size, size, self.device).flatten(0, 1).expand(len(a.image), -1, -1)
+        # In double precision: world coordinates may be large.
+        relative = b.T @ torch.linalg.inv_ex(a.T).inverse
+        bounds = torch.cat([torch.zeros_like(b.extent), b.extent], 1) - 0.5
+        return warp_by_depth(centres, a.depth, b.depth, a.K, b.K, relative, self.tolerance, bounds)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One image of each of b pairs."""
+
+    image: Tensor  # b 1 s s
+    mask: Tensor  # b s s, bool
+    extent: Tensor  # b 2: width and height without padding
+    depth: Tensor  # b s s
+    K: Tensor  # b 3 3
+    T: Tensor  # b 4 4, double

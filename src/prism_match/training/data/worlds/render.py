@@ -1,0 +1,430 @@
+"""Closed-form ray casting and shading of batched worlds; every shape is static, nothing waits for the host.
+
+Along a ray `eye + t d`, a rectangle with sides U, V at corner C is met where t d = [U V C-eye] (u, v, 1), so
+(u, v, 1) / t = [U V C-eye]^-1 d: three numbers linear in the pixel, of which the third is the inverse depth.
+Casting is then three fused multiply-adds a number, and the nearest hit is a maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prism_match.training.data.photos import PhotoStore, spread_levels
+from prism_match.training.data.worlds.scene import Cameras, Look, Rects, Rounds, Scene, Table, extents, unit
+
+NEAREST = 0.15  # metres: nothing nearer than this is seen
+FARTHEST = 1e4
+
+
+@dataclass
+class View(Table):
+    """b worlds as seen by one camera each: what does not depend on the pixel."""
+
+    camera: Cameras
+    rects: Rects
+    rounds: Rounds
+    look: Look
+    plane: Tensor  # b r 3 3: pixel (x, y, 1) -> (u, v, 1) / t of each rectangle
+    eye_uvw: Tensor  # b r 3: the eye in u, v and metres in front of each rectangle
+    normal: Tensor  # b r 3
+    beam: Tensor  # b q 3 3: pixel (x, y, 1) -> direction in the axes of each round body
+    eye_round: Tensor  # b q 3: the eye in those axes
+
+
+@dataclass
+class Hits(Table):
+    """b n rays."""
+
+    depth: Tensor  # along the camera's axis; FARTHEST where nothing is met
+    index: Tensor  # int64 into the looks; any where nothing is met
+    met: Tensor  # bool
+    front: Tensor  # bool: seen from its front side, or from outside
+    u: Tensor
+    v: Tensor
+    inset: Tensor  # metres behind the front plane, 0 outside recesses
+    recessed: Tensor  # bool: on the floor or a side wall of a recess
+    normal: Tensor  # b n 3, towards the eye
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(-1)
+
+
+def pixel_rays(camera: Cameras, size: int) -> Tensor:
+    """b 3 3: columns map the pixel (x, y, 1) to the ray direction in the world, of depth 1."""
+    right, down, forward = camera.axes.unbind(-2)
+    focal = camera.focal.unsqueeze(-1)
+    middle = (size - 1) / 2
+    return torch.stack([right / focal, down / focal, forward - (right + down) * middle / focal], -1)
+
+
+def make_view(scene: Scene, camera: Cameras, size: int) -> View:
+    """Cameras: b (one for each world)."""
+    rays = pixel_rays(camera, size).unsqueeze(1)  # b 1 3 3
+    rects, rounds = scene.rects, scene.rounds
+    eye = camera.eye.unsqueeze(1)
+    cross = torch.linalg.cross
+    to_corner = rects.corner - eye
+    normal = unit(cross(rects.across, rects.up))
+    det = dot(cross(rects.across, rects.up), to_corner)
+    # A rectangle seen edge-on, or padding without size, is left out: rows of zero are never hit.
+    usable = det.abs() > 1e-6
+    inverse = torch.stack(
+        [cross(rects.up, to_corner), cross(to_corner, rects.across), cross(rects.across, rects.up)], -2
+    )
+    inverse = torch.where(
+        usable[..., None, None], inverse / torch.where(usable, det, 1.0)[..., None, None], 0.0
+    )
+    plane = (inverse.unsqueeze(-1) * rays.unsqueeze(-3)).sum(-2)
+    eye_uvw = torch.stack(
+        [
+            -dot(to_corner, rects.across) / dot(rects.across, rects.across).clamp(min=1e-9),
+            -dot(to_corner, rects.up) / dot(rects.up, rects.up).clamp(min=1e-9),
+            -dot(to_corner, normal),
+        ],
+        -1,
+    )
+    # Rows of the map into a body's own axes: half-axes over their squared lengths.
+    into = rounds.axes / rounds.axes.square().sum(-1, keepdim=True).clamp(min=1e-9)
+    beam = (into.unsqueeze(-1) * rays.unsqueeze(-3)).sum(-2)
+    eye_round = (into * (eye - rounds.centre).unsqueeze(-2)).sum(-1)
+    return View(camera, rects, rounds, scene.look, plane, eye_uvw, normal, beam, eye_round)
+
+
+def _linear(rows: Tensor, x: Tensor, y: Tensor) -> list[Tensor]:
+    """rows b m 3 3 at pixels (x, y: b n) -> three tensors b m n."""
+    x, y = x.unsqueeze(1), y.unsqueeze(1)
+    return [
+        rows[:, :, i, 0, None] * x + (rows[:, :, i, 1, None] * y + rows[:, :, i, 2, None]) for i in range(3)
+    ]
+
+
+def _nearest_rect(view: View, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse depth (0: none) and index of the nearest rectangle at each pixel (b n)."""
+    u, v, inverse = _linear(view.plane, x, y)
+    cut = view.rects.taper.unsqueeze(-1) / 2 * v
+    inside = (u >= cut) & (u + cut <= inverse) & (v >= 0) & (v <= inverse) & (inverse < 1 / NEAREST)
+    return torch.where(inside, inverse, 0.0).max(1)
+
+
+def _round_depths(
+    eye: Sequence[Tensor], ray: Sequence[Tensor], bulge: Tensor, low: Tensor, high: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Depth of the hit (FARTHEST: none) and whether it is from outside; arguments broadcast."""
+    dx, dy, dz = ray
+    ex, ey, ez = eye
+    a = (dx * dx + dy * dy + bulge * dz * dz).clamp(min=1e-12)
+    half_b = ex * dx + ey * dy + bulge * ez * dz
+    c = ex * ex + ey * ey + bulge * ez * ez - 1
+    disc = half_b * half_b - a * c
+    root = disc.clamp(min=0).sqrt()
+    near, far = (-half_b - root) / a, (-half_b + root) / a
+    z_near, z_far = ez + near * dz, ez + far * dz
+    real = disc > 0
+    outside = real & (near > NEAREST) & (z_near >= low) & (z_near <= high)
+    inside = real & (far > NEAREST) & (z_far >= low) & (z_far <= high)
+    return torch.where(outside, near, torch.where(inside, far, FARTHEST)), outside
+
+
+def _nearest_round(view: View, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse depth (0: none) and index of the nearest round body at each pixel (b n)."""
+    r = view.rounds
+    ray = _linear(view.beam, x, y)
+    depth, _ = _round_depths(
+        view.eye_round.unsqueeze(2).unbind(-1),
+        ray,
+        r.bulge.unsqueeze(-1),
+        r.low.unsqueeze(-1),
+        r.high.unsqueeze(-1),
+    )
+    return torch.where(depth < FARTHEST, 1 / depth, 0.0).max(1)
+
+
+def pick(table: Tensor, index: Tensor) -> Tensor:
+    """table b m ..., index b n -> b n ...: the entry of each ray's primitive."""
+    world = torch.arange(table.shape[0], device=table.device).unsqueeze(1)
+    return table[world, index]
+
+
+def cast(view: View, x: Tensor, y: Tensor) -> Hits:
+    """The first surface met by the ray through each pixel (x, y: b n)."""
+    r = view.rects.taper.shape[1]
+    inverse_rect, rect = _nearest_rect(view, x, y)
+    inverse_round, body = _nearest_round(view, x, y)
+    is_round = inverse_round > inverse_rect
+    flat, curved = _hit_rect(view, rect, x, y), _hit_round(view, body, x, y)
+    met = torch.maximum(inverse_rect, inverse_round) > 0
+    index = torch.where(is_round, body + r, rect)
+
+    def choose(name: str) -> Tensor:
+        a, b = curved[name], flat[name]
+        return torch.where(is_round.unsqueeze(-1) if a.dim() == 3 else is_round, a, b)
+
+    depth = torch.where(met, choose("depth"), FARTHEST)
+    return Hits(
+        depth,
+        index,
+        met,
+        choose("front"),
+        choose("u"),
+        choose("v"),
+        choose("inset"),
+        choose("recessed"),
+        choose("normal"),
+    )
+
+
+def _hit_rect(view: View, rect: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Where each ray meets its rectangle, with the recess of the bay it enters, if any."""
+    rows = pick(view.plane, rect)
+    qu, qv, inverse = (rows[..., i, 0] * x + (rows[..., i, 1] * y + rows[..., i, 2]) for i in range(3))
+    depth = 1 / inverse.clamp(min=1 / FARTHEST)
+    u, v = qu * depth, qv * depth
+    eye_u, eye_v, eye_w = pick(view.eye_uvw, rect).unbind(-1)
+    front = eye_w > 0
+    # The walls of the bay's recess, in u and v.
+    bays_u, bays_v = pick(view.look.bays, rect).unbind(-1)
+    left, right, bottom, top = pick(view.look.recess, rect).unbind(-1)
+    bay_u, bay_v = torch.floor(u * bays_u), torch.floor(v * bays_v)
+    u0, u1 = (bay_u + left) / bays_u.clamp(min=1), (bay_u + right) / bays_u.clamp(min=1)
+    v0, v1 = (bay_v + bottom) / bays_v.clamp(min=1), (bay_v + top) / bays_v.clamp(min=1)
+    deep = pick(view.look.depth, rect)
+    enters = front & (deep > 0) & (u > u0) & (u < u1) & (v > v0) & (v < v1)
+    # Along the ray, s = t / depth: u(s) = eye_u + s (u - eye_u), and s - 1 times eye_w is the way in.
+    go_u, go_v = u - eye_u, v - eye_v
+    tiny = 1e-7
+    s_u = torch.where(go_u > 0, u1 - eye_u, u0 - eye_u) / torch.where(go_u.abs() < tiny, tiny, go_u)
+    s_v = torch.where(go_v > 0, v1 - eye_v, v0 - eye_v) / torch.where(go_v.abs() < tiny, tiny, go_v)
+    s_u = torch.where(go_u.abs() < tiny, FARTHEST, s_u)
+    s_v = torch.where(go_v.abs() < tiny, FARTHEST, s_v)
+    s_floor = 1 + deep / eye_w.clamp(min=1e-3)
+    s = torch.where(enters, torch.minimum(s_floor, torch.minimum(s_u, s_v)).clamp(min=1), 1.0)
+    on_u = enters & (s_u < s_floor) & (s_u <= s_v)
+    on_v = enters & (s_v < s_floor) & (s_v < s_u)
+    across, up = unit(pick(view.rects.across, rect)), unit(pick(view.rects.up, rect))
+    normal = pick(view.normal, rect) * torch.where(front, 1.0, -1.0).unsqueeze(-1)
+    normal = torch.where(on_u.unsqueeze(-1), -across * torch.sign(go_u).unsqueeze(-1), normal)
+    normal = torch.where(on_v.unsqueeze(-1), -up * torch.sign(go_v).unsqueeze(-1), normal)
+    return {
+        "depth": depth * s,
+        "front": front,
+        "u": eye_u + s * go_u,
+        "v": eye_v + s * go_v,
+        "inset": (s - 1) * eye_w,
+        "recessed": enters,
+        "normal": normal,
+    }
+
+
+def _hit_round(view: View, body: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Where each ray meets its round body; u runs around it, v from its foot to its top."""
+    r = view.rounds
+    rows = pick(view.beam, body)
+    ray = [rows[..., i, 0] * x + (rows[..., i, 1] * y + rows[..., i, 2]) for i in range(3)]
+    eye = pick(view.eye_round, body).unbind(-1)
+    bulge, low, high = pick(r.bulge, body), pick(r.low, body), pick(r.high, body)
+    depth, outside = _round_depths(eye, ray, bulge, low, high)
+    px, py, pz = (e + depth * d for e, d in zip(eye, ray, strict=True))
+    axes = pick(r.axes, body)
+    into = axes / axes.square().sum(-1, keepdim=True).clamp(min=1e-9)
+    gradient = torch.stack([px, py, bulge * pz], -1)
+    normal = unit((into * gradient.unsqueeze(-1)).sum(-2)) * torch.where(outside, 1.0, -1.0).unsqueeze(-1)
+    zero = torch.zeros_like(depth)
+    return {
+        "depth": depth,
+        "front": outside,
+        "u": torch.atan2(py, px) / (2 * torch.pi) + 0.5,
+        "v": (pz - low) / (high - low).clamp(min=1e-6),
+        "inset": zero,
+        "recessed": zero > 1,
+        "normal": normal,
+    }
+
+
+# -- light and paint ----------------------------------------------------------------------------
+
+
+@dataclass
+class Light(Table):
+    """b: what differs between the two views of a world."""
+
+    sun: Tensor  # b 4 3: direction towards the sun, spread over the sub-pixels for soft shadows
+    ambient: Tensor  # b: share of light that comes from everywhere
+    fill: Tensor  # b 3: where most of that comes from
+    fog: Tensor  # b: metres in which fog takes over, large for none
+    air: Tensor  # b: brightness of the fog
+    lit: Tensor  # b: share of recesses lit from inside
+    gain: Tensor  # b m: brightness of each primitive in this view
+    sky_photo: Tensor  # b int64
+    sky: Tensor  # b 4: brightness, gradient, contrast of clouds, blur of clouds
+    sky_turn: Tensor  # b
+
+
+def world_rays(camera: Cameras, size: int, x: Tensor, y: Tensor) -> Tensor:
+    """b n 3: directions of depth 1 through pixels (x, y: b n)."""
+    rays = pixel_rays(camera, size).unsqueeze(1)
+    return rays[..., 0] * x.unsqueeze(-1) + rays[..., 1] * y.unsqueeze(-1) + rays[..., 2]
+
+
+def shade(view: View, light: Light, store: PhotoStore, size: int, x: Tensor, y: Tensor) -> Tensor:
+    """b: sub-pixels (x, y: 4 n) -> b n brightness, the mean of the four."""
+    b = view.camera.focal.shape[0]
+    sub, n = x.shape
+    x, y = (t.reshape(1, -1).expand(b, -1) for t in (x, y))
+    hits = cast(view, x, y)
+    rays = world_rays(view.camera, size, x, y)
+    colour = _paint(view, light, store, hits, rays, sub)
+    sun = light.sun.unsqueeze(2).expand(b, sub, n, 3).reshape(b, -1, 3)
+    point = view.camera.eye.unsqueeze(1) + hits.depth.unsqueeze(-1) * rays
+    lit = dot(hits.normal, sun).clamp(min=0) * (1 - _in_shadow(view, light, hits, point, sun, sub))
+    ambient = light.ambient.unsqueeze(1)
+    fill = 0.75 + 0.25 * dot(hits.normal, light.fill.unsqueeze(1))
+    colour = colour * (ambient * fill + (1 - ambient) * 1.5 * lit) * 1.3
+    colour = _windows(view, light, hits, colour)
+    clear = torch.exp(-hits.depth / light.fog.unsqueeze(1))
+    colour = clear * colour + (1 - clear) * light.air.unsqueeze(1)
+    colour = torch.where(hits.met, colour, _sky(light, store, rays, sub))
+    return colour.view(b, sub, n).mean(1)
+
+
+def _fold(t: Tensor, mirror: Tensor) -> Tensor:
+    """Coordinates beyond [0, 1] mirrored or repeated."""
+    return torch.where(mirror > 0.5, (t - 2 * torch.round(t / 2)).abs(), t - torch.floor(t))
+
+
+def _paint(view: View, light: Light, store: PhotoStore, hits: Hits, rays: Tensor, sub: int) -> Tensor:
+    """b n: colour of the surface itself."""
+    look, index = view.look, hits.index
+    width, height = pick(extents(view.rects, view.rounds), index).unbind(-1)
+    # The way into a recess moves the texture along, so that side walls are painted and not smeared.
+    u, v = hits.u + hits.inset / width, hits.v + hits.inset / height
+    crop = pick(look.crop, index)
+    bays = pick(look.bays, index)
+    recess = pick(look.recess, index)
+    photo = pick(look.photo, index)
+    bay_u, bay_v = u * bays[..., 0], v * bays[..., 1]
+    # Footprint of a sub-pixel on the surface, in metres: oblique views lengthen it in one direction only.
+    slant = dot(unit(rays), hits.normal).abs().clamp(min=0.05)
+    footprint = 0.5 * hits.depth / view.camera.focal.unsqueeze(1) / slant.sqrt()
+    blur = pick(look.blur, index)
+
+    def level(density: Tensor) -> Tensor:  # photos per metre
+        texels = footprint * density * store.size
+        return spread_levels((torch.log2(texels.clamp(min=1e-3)) + blur).view(len(u), sub, -1)).view_as(u)
+
+    in_recess = hits.recessed
+    inner_u = (bay_u - torch.floor(bay_u) - recess[..., 0]) / (recess[..., 1] - recess[..., 0]).clamp(
+        min=0.05
+    )
+    inner_v = (bay_v - torch.floor(bay_v) - recess[..., 2]) / (recess[..., 3] - recess[..., 2]).clamp(
+        min=0.05
+    )
+    whole_u = crop[..., 0] + crop[..., 2] * u.clamp(0, 1)
+    whole_v = crop[..., 1] + crop[..., 3] * (1 - v.clamp(0, 1))
+    density = torch.maximum(crop[..., 2] / width, crop[..., 3] / height)
+    bay_density = torch.maximum(bays[..., 0] / width, bays[..., 1] / height)
+    base_photo = torch.where(in_recess, photo[..., 2], photo[..., 0])
+    base = store.sample(
+        base_photo,
+        torch.where(in_recess, inner_u.clamp(0, 1), whole_u),
+        torch.where(in_recess, 1 - inner_v.clamp(0, 1), whole_v),
+        level(torch.where(in_recess, bay_density * 1.5, density)),
+    )
+    mirror = pick(look.mirror, index)
+    detail = store.sample(photo[..., 1], _fold(bay_u, mirror), 1 - _fold(bay_v, mirror), level(bay_density))
+    base, detail = _even(store, base_photo, base), _even(store, photo[..., 1], detail)
+    colour = torch.lerp(base, detail, pick(look.mix, index))
+    colour = pick(look.tone, index) + pick(look.contrast, index) * colour
+    colour = colour.clamp(0.03, 1.1) * pick(light.gain, index)
+    return torch.where(in_recess, colour * pick(look.recess_tone, index), colour)
+
+
+def _even(store: PhotoStore, photo: Tensor, value: Tensor) -> Tensor:
+    """Values with the photo's own brightness and contrast taken out, of a deviation of about 0.2."""
+    mean, deviation = store.tone[photo].unbind(-1)
+    return (value - mean) * (0.2 / deviation).clamp(0.5, 2.5)
+
+
+def _in_shadow(view: View, light: Light, hits: Hits, point: Tensor, sun: Tensor, sub: int) -> Tensor:
+    """b n: 1 where something stands between `point` (b n 3) and the sun."""
+    b, n = hits.depth.shape
+    # One sun for each of the sub-pixels: its penumbra comes out of their mean.
+    start = (point + hits.normal * (0.002 * hits.depth + 0.01).unsqueeze(-1)).view(b, 1, sub, n // sub, 3)
+    toward = light.sun.view(b, 1, sub, 1, 3)
+    shadow = _rect_shadow(view, start, toward) | _round_shadow(view, start, toward)
+    # In a recess: does the way to the sun leave through the opening?
+    index = hits.index.clamp(max=view.normal.shape[1] - 1)
+    rise = dot(pick(view.normal, index), sun).clamp(min=1e-3)
+    across, up = pick(view.rects.across, index), pick(view.rects.up, index)
+    way = hits.inset / rise
+    u = hits.u + way * dot(across, sun) / across.square().sum(-1).clamp(min=1e-9)
+    v = hits.v + way * dot(up, sun) / up.square().sum(-1).clamp(min=1e-9)
+    bays, recess = pick(view.look.bays, index), pick(view.look.recess, index)
+    u, v = u * bays[..., 0], v * bays[..., 1]
+    u, v = u - torch.floor(hits.u * bays[..., 0]), v - torch.floor(hits.v * bays[..., 1])
+    leaves = (u > recess[..., 0]) & (u < recess[..., 1]) & (v > recess[..., 2]) & (v < recess[..., 3])
+    return (shadow.view(b, n) | (hits.recessed & ~leaves)).float()
+
+
+def _rect_shadow(view: View, start: Tensor, toward: Tensor) -> Tensor:
+    """start b 1 s n 3, toward b 1 s 1 3 -> b s n bool."""
+    rects, normal = view.rects, view.normal[:, :, None, None]
+    across = (rects.across / rects.across.square().sum(-1, keepdim=True).clamp(min=1e-9))[:, :, None, None]
+    up = (rects.up / rects.up.square().sum(-1, keepdim=True).clamp(min=1e-9))[:, :, None, None]
+    corner = rects.corner[:, :, None, None]
+    speed = dot(normal, toward)
+    # Written as constant part plus linear part, so that nothing of b m s n 3 is ever stored.
+    height = _dot_point(normal, start) - dot(normal, corner)
+    way = -height / torch.where(speed.abs() < 1e-4, 1e-4, speed)
+    u = _dot_point(across, start) - dot(across, corner) + way * dot(across, toward)
+    v = _dot_point(up, start) - dot(up, corner) + way * dot(up, toward)
+    cut = rects.taper[:, :, None, None] / 2 * v
+    return ((way > 0) & (u >= cut) & (u + cut <= 1) & (v >= 0) & (v <= 1)).any(1)
+
+
+def _dot_point(vector: Tensor, point: Tensor) -> Tensor:
+    """b m 1 1 3, b 1 s n 3 -> b m s n."""
+    return vector[..., 0] * point[..., 0] + vector[..., 1] * point[..., 1] + vector[..., 2] * point[..., 2]
+
+
+def _round_shadow(view: View, start: Tensor, toward: Tensor) -> Tensor:
+    """start b 1 s n 3, toward b 1 s 1 3 -> b s n bool."""
+    r = view.rounds
+    into = (r.axes / r.axes.square().sum(-1, keepdim=True).clamp(min=1e-9))[:, :, None, None]  # b m 1 1 3 3
+    eye = [
+        _dot_point(into[..., i, :], start) - dot(into[..., i, :], r.centre[:, :, None, None])
+        for i in range(3)
+    ]
+    ray = [dot(into[..., i, :], toward) for i in range(3)]
+    depth, _ = _round_depths(eye, ray, *(t[:, :, None, None] for t in (r.bulge, r.low, r.high)))
+    return (depth < FARTHEST).any(1)
+
+
+def _windows(view: View, light: Light, hits: Hits, colour: Tensor) -> Tensor:
+    """Some recesses of this view glow: lit rooms behind windows."""
+    bays = pick(view.look.bays, hits.index)
+    seed = (
+        torch.floor(hits.u * bays[..., 0]) * 12.9898
+        + torch.floor(hits.v * bays[..., 1]) * 78.233
+        + hits.index
+    )
+    noise = torch.frac(torch.sin(seed) * 43758.5453).abs()
+    return torch.where(hits.recessed & (noise < light.lit.unsqueeze(1)), 0.35 + 1.2 * colour, colour)
+
+
+def _sky(light: Light, store: PhotoStore, rays: Tensor, sub: int) -> Tensor:
+    """b n: a gradient with clouds (a photo, mostly blurred), of which no two views share any."""
+    b, n, _ = rays.shape
+    ray = unit(rays)
+    turn = (torch.atan2(ray[..., 1], ray[..., 0]) / torch.pi + light.sky_turn.unsqueeze(1)) * 1.5
+    height = ray[..., 2].clamp(-1, 1)
+    one = torch.ones_like(turn)
+    brightness, gradient, clouds, blur = (t.unsqueeze(1) for t in light.sky.unbind(-1))
+    photo = light.sky_photo.unsqueeze(1).expand(b, n)
+    level = spread_levels((blur * one).view(b, sub, -1)).view(b, n)
+    value = store.sample(photo, _fold(turn, one), _fold(height * 1.5, one), level)
+    return (brightness + gradient * height + clouds * (value - 0.5)).clamp(0, 1.2)

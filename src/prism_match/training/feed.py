@@ -1,0 +1,175 @@
+"""Feeds the trainer: batches mixed from several sources, made ahead of time beside the model's work.
+
+What a batch holds depends on the seed, the number of the update and the part of the batch alone. So a run
+that is resumed sees the pairs it would have seen, two processes see what one would have seen in two parts,
+and no state of any random generator has to be kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prism_match.errors import UserError
+from prism_match.training.pairs import CELL, PairBatch, PairSource
+from prism_match.training.step import Work
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 8  # failures of one source in a row before training gives up
+
+
+def seed_of(*parts: object) -> int:
+    """A seed that differs whenever a part does."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def shares(weights: Sequence[float], batch: int, rng: random.Random) -> list[int]:
+    """How many of `batch` pairs each source gives: its share rounded down, and the rest where most was
+    rounded off, so that shapes stay the same. Where a source's share is less than one pair, by lot."""
+    total = sum(weights)
+    exact = [batch * w / total for w in weights]
+    counts = [int(x) for x in exact]
+    left = [x - n for x, n in zip(exact, counts, strict=True)]
+    for _ in range(batch - sum(counts)):
+        if min(exact) < 1:
+            chosen = rng.choices(range(len(counts)), [max(x, 1e-9) for x in left])[0]
+        else:
+            chosen = max(range(len(counts)), key=left.__getitem__)
+            left[chosen] = -1.0
+        counts[chosen] += 1
+    return counts
+
+
+def concatenate(batches: Sequence[PairBatch]) -> PairBatch:
+    """One batch of several of the same image size. Masks appear where any of them has some."""
+    if len(batches) == 1:
+        return batches[0]
+    joined: dict[str, Tensor | None] = {}
+    for f in fields(PairBatch):
+        if f.name != "names":
+            joined[f.name] = _joined(f.name, batches)
+    names = tuple(n for b in batches for n in (b.names or ("?",) * len(b)))
+    return PairBatch(**joined, names=names)  # type: ignore[arg-type]
+
+
+def _joined(name: str, batches: Sequence[PairBatch]) -> Tensor | None:
+    values = [getattr(b, name) for b in batches]
+    if all(v is None for v in values):
+        return None
+    filled = []
+    for value, batch in zip(values, batches, strict=True):
+        if value is None:
+            step = CELL if name.startswith("unknown") else 1
+            image = batch.image0[:, 0] if name.endswith("0") else batch.image1[:, 0]
+            value = torch.full_like(image[:, ::step, ::step], name.startswith("mask"), dtype=torch.bool)
+        filled.append(value)
+    return torch.cat(filled)
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A source and its share in every batch, relative to the others."""
+
+    source: PairSource
+    weight: float = 1.0
+
+
+class Mixer:
+    """Makes the batch that belongs to a step. `skipped` counts the samples that failed."""
+
+    def __init__(self, sources: Sequence[Weighted], seed: int, device: torch.device):
+        self.sources = [s for s in sources if s.weight > 0]
+        if not self.sources:
+            raise UserError("nothing to train on: give photos, worlds or a data set")
+        self.seed, self.device = seed, device
+        self.skipped = 0
+
+    @torch.no_grad()
+    def make(self, step: int, part: int, batch: int, size: int) -> Work:
+        rng = random.Random(seed_of(self.seed, step, part))
+        counts = shares([s.weight for s in self.sources], batch, rng)
+        pairs = [
+            self._sample(s.source, n, size, (self.seed, step, part, i)).to(self.device)
+            for i, (s, n) in enumerate(zip(self.sources, counts, strict=True))
+            if n > 0
+        ]
+        generator = torch.Generator(self.device).manual_seed(seed_of(self.seed, step, part, "keys"))
+        return Work.of(concatenate(pairs), generator)
+
+    def _sample(self, source: PairSource, count: int, size: int, key: tuple[int, ...]) -> PairBatch:
+        device = getattr(source, "device", torch.device("cpu"))
+        for attempt in range(ATTEMPTS):
+            generator = torch.Generator(device).manual_seed(seed_of(*key, attempt))
+            try:
+                return source.sample(count, size, generator)
+            except Exception as error:  # noqa: BLE001 - one broken sample must not end a run of days
+                self.skipped += 1
+                reason = " ".join(str(error).split()) or type(error).__name__
+                log.warning("skipped a sample of %s: %s", source.name, reason)
+        raise UserError(f"{source.name}: {ATTEMPTS} samples in a row failed, the last one with: {reason}")
+
+
+class Feed:
+    """Keeps batches ready: a thread makes them, on a GPU in a stream of its own."""
+
+    def __init__(self, mixer: Mixer, ahead: int = 2):
+        self.mixer, self.ahead = mixer, ahead
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="pairs")
+        self.waiting: deque[Future] = deque()
+        cuda = mixer.device.type == "cuda"
+        self.stream = torch.cuda.Stream(mixer.device) if cuda else None
+        if self.stream is not None:  # what the sources hold was put on the device by the current stream
+            self.stream.wait_stream(torch.cuda.current_stream(mixer.device))
+
+    def order(self, step: int, parts: Sequence[int], batch: int, size: int) -> None:
+        """Asks for the batch of a step: one piece of `batch` pairs for each of `parts`."""
+        self.waiting.append(self.pool.submit(self._make, step, parts, batch, size))
+
+    @property
+    def wanting(self) -> bool:
+        return len(self.waiting) <= self.ahead
+
+    def _make(self, step: int, parts: Sequence[int], batch: int, size: int) -> tuple[list[Work], object]:
+        if self.stream is None:
+            return [self.mixer.make(step, p, batch, size) for p in parts], None
+        with torch.cuda.device(self.mixer.device), torch.cuda.stream(self.stream):
+            work = [self.mixer.make(step, p, batch, size) for p in parts]
+            ready = torch.cuda.Event()
+            ready.record(self.stream)
+        # Without this wait the thread would run far ahead of the device and fill its memory.
+        ready.synchronize()
+        return work, ready
+
+    def next(self) -> list[Work]:
+        """The pieces that were ordered first, safe to use in the current stream."""
+        work, ready = self.waiting.popleft().result()
+        if ready is not None:
+            current = torch.cuda.current_stream(self.mixer.device)
+            current.wait_event(ready)
+            for piece in work:
+                each_tensor(piece, lambda t: t.record_stream(current))
+        return work
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+def each_tensor(item: Any, f: Callable[[Tensor], Any]) -> None:
+    """Calls `f` with every tensor of nested dataclasses."""
+    for x in fields(item):
+        value = getattr(item, x.name)
+        if isinstance(value, Tensor):
+            f(value)
+        elif is_dataclass(value):
+            each_tensor(value, f)

@@ -1,0 +1,145 @@
+"""The training loss of the paper, L = L_c + L_f + L_p, and what to watch while it falls.
+
+Every term is averaged over the truth of a pair first and over the pairs of a batch then. Splitting a
+batch over processes or accumulated steps therefore leaves the gradient as it is, and a pair seen at very
+different scales, which has few matches, counts as much as an easy one. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prism_match.model.matching import logsumexp, similarity
+from prism_match.model.prism import LayerState
+from prism_match.training.supervision import CoarseTruth
+
+
+def coarse_loss(
+    last: LayerState, truth: CoarseTruth, temperature: float, weighted: bool, fewest: int = 1
+) -> tuple[Tensor, Tensor]:
+    """L_c = -mean log P at the true matches, with
+
+        log P = 2 S - logsumexp_rows S - logsumexp_columns S + log sigma^A + log sigma^B
+
+    and pruned cells left out of both softmaxes. A pair of fewer than `fewest` true matches weighs less, in
+    proportion. Also returns what orders the cells of a row by confidence (b n m): 2 S - logsumexp_columns S
+    + log sigma^B, without gradient."""
+    s = similarity(last.coarse0.flatten(1, 2), last.coarse1.flatten(1, 2), temperature)  # b n m
+    match, true = truth.match0.clamp(min=0), truth.match0 >= 0
+    rows = logsumexp(_without(s, last.keep1, dim=2), dim=2)  # b n
+    columns = logsumexp(_without(s, last.keep0, dim=1), dim=1)  # b m
+    log_p = 2 * s.gather(2, match[..., None]).squeeze(2) - rows - columns.gather(1, match)
+    nmi1 = torch.zeros_like(columns)
+    if weighted and last.logit0 is not None and last.logit1 is not None:
+        nmi1 = F.logsigmoid(last.logit1.flatten(1))
+        log_p = log_p + F.logsigmoid(last.logit0.flatten(1)) + nmi1.gather(1, match)
+    order = 2 * s.detach() + (nmi1 - columns).detach()[:, None]
+    return _pair_mean(-log_p, true, fewest), _without(order, last.keep1, dim=2)
+
+
+@torch.no_grad()
+def match_accuracy(order: Tensor, truth: CoarseTruth) -> Tensor:
+    """Share of the true matches of a batch whose row has its maximum (order: b n m) at the true cell."""
+    correct = (order.argmax(dim=2) == truth.match0) & (truth.match0 >= 0)
+    return correct.sum() / (truth.match0 >= 0).sum().clamp(min=1)
+
+
+def _without(s: Tensor, keep: Tensor | None, dim: int) -> Tensor:
+    """s: b n m with the pruned cells (keep: b h w, along `dim`) at -inf."""
+    return s if keep is None else s.masked_fill(~keep.flatten(1).unsqueeze(3 - dim), -torch.inf)
+
+
+def _pair_mean(value: Tensor, weight: Tensor, fewest: int = 1) -> Tensor:
+    """Mean of `value` (b n) where `weight` (b n, bool) is set, 0 where it never is; then the mean over b."""
+    total = torch.where(weight, value, torch.zeros_like(value)).sum(dim=1)
+    return (total / weight.sum(dim=1).clamp(min=fewest)).mean()
+
+
+def pruning_loss(layers: Sequence[LayerState], truth: CoarseTruth) -> Tensor:
+    """L_p: the log-likelihood of the estimated NMI at every MPM that prunes, with matchable and unmatchable
+    cells balanced, as the mean over MPMs and over both images. 0 where no MPM prunes."""
+    terms = []
+    for layer in layers:
+        for logit, matchable, unmatchable in (
+            (layer.logit0, truth.matchable0, truth.unmatchable0),
+            (layer.logit1, truth.matchable1, truth.unmatchable1),
+        ):
+            if logit is not None:
+                x = logit.flatten(1)
+                terms.append(_pair_mean(-F.logsigmoid(x), matchable))
+                terms.append(_pair_mean(-F.logsigmoid(-x), unmatchable))
+    # The two kinds are summed, MPMs and images averaged.
+    return 2 * torch.stack(terms).mean() if terms else truth.offset0.new_zeros(())
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """k true matches of each of b pairs; fewer where there are fewer, but always k entries."""
+
+    batch: Tensor  # b*k, int64
+    cell0: Tensor  # b*k
+    cell1: Tensor  # b*k
+    target: Tensor  # b k 2: the true offset from the centre of cell 1, pixels
+    usable: Tensor  # b k, bool: a true match whose target the window can reach
+
+
+def sample_matches(truth: CoarseTruth, keys: Tensor, count: int, reach: float) -> Sampled:
+    """The matches that refinement trains on: those with the largest random `keys` (b n0, in [0, 1))."""
+    b, n = truth.match0.shape
+    near = truth.offset0.abs().amax(dim=-1) <= reach
+    order = torch.where((truth.match0 >= 0) & near, keys + 1, keys)
+    top, cell0 = order.topk(min(count, n), dim=1)  # b k
+    cell1 = truth.match0.gather(1, cell0).clamp(min=0)
+    batch = torch.arange(b, device=keys.device)[:, None].expand_as(cell0)
+    target = truth.offset0.gather(1, cell0[..., None].expand(-1, -1, 2))
+    return Sampled(batch.flatten(), cell0.flatten(), cell1.flatten(), target, top >= 1)
+
+
+def refinement_loss(offset: Tensor, std: Tensor, sampled: Sampled, reach: float, fewest: int = 1) -> Tensor:
+    """L_f: squared distance to the target in units of the window's `reach`, weighted by the certainty.
+
+    offset: b*k 2 and std: b*k in pixels, from the refinement. As in LoFTR, the weights are the inverse
+    standard deviations over their mean, and no gradient flows into them: the network must not lower the
+    loss by being unsure."""
+    b, k = sampled.usable.shape
+    square = ((offset.view(b, k, 2) - sampled.target) / reach).square().sum(dim=-1)
+    certainty = torch.where(sampled.usable, 1 / std.detach().view(b, k).clamp(min=1e-3), 0.0)
+    count = sampled.usable.sum(dim=1, keepdim=True).clamp(min=1)
+    weight = certainty / (certainty.sum(dim=1, keepdim=True) / count).clamp(min=1e-6)
+    return _pair_mean(square * weight, sampled.usable, fewest)
+
+
+@torch.no_grad()
+def refinement_error(offset: Tensor, sampled: Sampled) -> Tensor:
+    """Median distance to the target in pixels, of the usable matches of the batch (0 if there are none)."""
+    error = (offset.view_as(sampled.target) - sampled.target).norm(dim=-1)
+    ordered = error.masked_fill(~sampled.usable, torch.inf).flatten().sort().values
+    middle = (sampled.usable.sum() - 1).clamp(min=0) // 2
+    median = ordered.gather(0, middle[None])[0]
+    return torch.where(sampled.usable.any(), median, torch.zeros_like(median))
+
+
+@torch.no_grad()
+def pruning_metrics(
+    layers: Sequence[LayerState], truth: CoarseTruth, theta_p: float
+) -> tuple[Tensor, Tensor]:
+    """Share of all known cells that the estimators alone would keep to the end, and of the matchable ones
+    (the recall); 1 where nothing is there to prune or no MPM prunes."""
+    kept = known = found = matchable = torch.zeros((), device=truth.offset0.device)
+    for logits, yes, no in (
+        ([x.logit0 for x in layers], truth.matchable0, truth.unmatchable0),
+        ([x.logit1 for x in layers], truth.matchable1, truth.unmatchable1),
+    ):
+        keep = torch.ones_like(yes)
+        for logit in logits:
+            if logit is not None:
+                keep = keep & (logit.flatten(1).sigmoid() >= theta_p)
+        kept, known = kept + (keep & (yes | no)).sum(), known + (yes | no).sum()
+        found, matchable = found + (keep & yes).sum(), matchable + yes.sum()
+    one = torch.ones_like(kept)
+    return torch.where(known > 0, kept / known, one), torch.where(matchable > 0, found / matchable, one)

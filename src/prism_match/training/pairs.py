@@ -1,0 +1,83 @@
+"""What every source of training data gives: a batch of image pairs with exact correspondences.
+
+The supervision of PRISM needs only one thing of a pair: where the centre of each 8x8 cell of one
+image lands in the other, and whether it is visible there. Each source works that out in its own way
+(a homography, depth and poses, ray casting) and hands over the result, so that the losses and the
+trainer know nothing of where a pair came from.
+
+Pixel convention: the centre of the top-left pixel is (0, 0); the centre of cell (row, column) is
+(8 * column + 3.5, 8 * row + 3.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+CELL = 8  # pixels along the side of one coarse cell
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """`b` image pairs; both images of all pairs have the same padded size `h w`, divisible by 32."""
+
+    image0: Tensor  # b 1 h w, float in [0, 1]
+    image1: Tensor  # b 1 h w
+    warp0: Tensor  # b h/8 w/8 2, float32: each cell centre of image 0 in pixels (x, y) of image 1
+    visible0: Tensor  # b h/8 w/8, bool: that point is inside image 1 and not occluded there
+    warp1: Tensor  # b h/8 w/8 2: the same from image 1 to image 0
+    visible1: Tensor  # b h/8 w/8, bool
+    mask0: Tensor | None = None  # b h w, bool: False where image 0 is padding; None = no padding
+    mask1: Tensor | None = None  # b h w, bool
+    # Cells about which nothing is known (no depth there): neither matchable nor unmatchable.
+    unknown0: Tensor | None = None  # b h/8 w/8, bool
+    unknown1: Tensor | None = None  # b h/8 w/8, bool
+    names: tuple[str, ...] = ()  # one per pair, for error messages and pictures
+
+    def __len__(self) -> int:
+        return self.image0.shape[0]
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> PairBatch:
+        """The same batch with `f` applied to every tensor."""
+        tensors = {x.name: getattr(self, x.name) for x in fields(self)}
+        return replace(self, **{k: f(v) for k, v in tensors.items() if isinstance(v, Tensor)})
+
+    def to(self, device: torch.device | str) -> PairBatch:
+        return self.map(lambda t: t.to(device, non_blocking=True))
+
+    def swap(self) -> PairBatch:
+        """The same pairs with the two images exchanged."""
+        return replace(
+            self,
+            image0=self.image1,
+            image1=self.image0,
+            warp0=self.warp1,
+            warp1=self.warp0,
+            visible0=self.visible1,
+            visible1=self.visible0,
+            mask0=self.mask1,
+            mask1=self.mask0,
+            unknown0=self.unknown1,
+            unknown1=self.unknown0,
+        )
+
+
+class PairSource(Protocol):
+    """Anything that gives pairs: photos, worlds, MegaDepth, RGB-D sequences, COLMAP models."""
+
+    name: str
+
+    def sample(self, batch: int, size: int, generator: torch.Generator) -> PairBatch:
+        """`batch` pairs of `size` x `size` pixels, on the device of the source."""
+        ...
+
+
+def cell_centres(height: int, width: int, device: torch.device | str = "cpu") -> Tensor:
+    """h/8 w/8 2: the pixel (x, y) of each cell's centre, for an image of `height` x `width`."""
+    y = torch.arange(height // CELL, device=device) * CELL + (CELL - 1) / 2
+    x = torch.arange(width // CELL, device=device) * CELL + (CELL - 1) / 2
+    return torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)

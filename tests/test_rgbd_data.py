@@ -1,0 +1,111 @@
+"""RGB-D sequences in both layouts, and pairs chosen by measured overlap."""
+
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from synthetic_scene import K, Scene, make_scene
+
+from prism_match.training.data.rgbd import RGBDPairs, find_sequences, measure_overlap, read_sequence
+from prism_match.training.supervision import coarse_ground_truth
+
+KITCHEN = Path(__file__).resolve().parents[2] / "shared" / "eval" / "rgbd_kitchen"
+
+
+def write_sequence(scene: Scene, out: Path, scannet: bool) -> Path:
+    """Poses are camera to world, depth is half as large as colour, as sensors have it."""
+    for folder in ("color", "depth", "pose", "intrinsic") if scannet else ("",):
+        (out / folder).mkdir(parents=True, exist_ok=True)
+    for k, name in enumerate(scene.names):
+        flat = [f"frame-{k:06}.{e}" for e in ("color.png", "depth.png", "pose.txt")]
+        files = [f"color/{k}.png", f"depth/{k}.png", f"pose/{k}.txt"] if scannet else flat
+        files = [out / f for f in files]
+        files[0].write_bytes((scene.root / "images" / name).read_bytes())
+        half = cv2.resize(scene.depth[k], None, fx=0.5, fy=0.5, interpolation=cv2.INTER_AREA)
+        cv2.imwrite(str(files[1]), (half * 1000).astype(np.uint16))
+        np.savetxt(files[2], np.linalg.inv(scene.T[k]))
+    matrix = np.eye(4)
+    matrix[:3, :3] = K
+    if scannet:
+        np.savetxt(out / "intrinsic" / "intrinsic_color.txt", matrix)
+    else:
+        np.savetxt(out / "camera-intrinsics.txt", K)
+    return out
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory) -> Scene:
+    return make_scene(tmp_path_factory.mktemp("scene"))
+
+
+@pytest.mark.parametrize("scannet", [False, True])
+def test_both_layouts_give_pairs(scene, tmp_path, scannet):
+    folder = write_sequence(scene, tmp_path / "a", scannet)
+    source = RGBDPairs(folder, overlap=(0.1, 1.0), workers=2)
+    assert len(source) > 5
+    batch = source.sample(4, 96, torch.Generator().manual_seed(0))
+    assert batch.image0.shape == (4, 1, 96, 96)
+    truth = coarse_ground_truth(batch)
+    assert (truth.matchable0.float().mean(1) > 0.05).all()
+    # The wall is smooth: what is visible there and back lands where it came from.
+    assert truth.offset0.abs().max() <= 4.001
+
+
+def test_a_folder_of_sequences(scene, tmp_path):
+    write_sequence(scene, tmp_path / "a", True)
+    write_sequence(scene, tmp_path / "b", False)
+    assert [p.name for p in find_sequences(tmp_path)] == ["a", "b"]
+    one = len(RGBDPairs(tmp_path / "a", overlap=(0.1, 1.0)))
+    assert len(RGBDPairs(tmp_path, overlap=(0.1, 1.0))) == 2 * one
+
+
+def test_overlap_falls_with_distance(scene, tmp_path):
+    frames = read_sequence(write_sequence(scene, tmp_path / "a", False))
+    pairs, share = measure_overlap(frames)
+    by_pair = {tuple(p): s for p, s in zip(pairs.tolist(), share.tolist(), strict=True)}
+    assert 1 >= by_pair[0, 1] > by_pair[0, 3] > by_pair[0, 5] > 0.05
+
+
+def test_bad_frames_are_named_and_skipped(scene, tmp_path, caplog):
+    folder = write_sequence(scene, tmp_path / "a", True)
+    np.savetxt(folder / "pose" / "0.txt", np.full((4, 4), -np.inf))
+    (folder / "pose" / "1.txt").write_text("no matrix")
+    (folder / "depth" / "2.png").unlink()
+    (folder / "depth" / "3.png").write_bytes(b"broken")
+    assert len(read_sequence(folder)) == 3
+    source = RGBDPairs(folder, overlap=(0.1, 1.0))
+    assert len(source) == 1  # frames 4 and 5 are left
+    for text in ("0.txt: not finite", "1.txt: not a matrix", "2.txt: its colour", "3.png: no depth map"):
+        assert text in caplog.text
+    assert len(source.sample(2, 64, torch.Generator())) == 2
+
+
+def test_bad_folders_give_one_line(scene, tmp_path):
+    with pytest.raises(ValueError, match="no RGB-D sequence"):
+        RGBDPairs(tmp_path)
+    folder = write_sequence(scene, tmp_path / "a", False)
+    with pytest.raises(ValueError, match="no two frames overlap"):
+        RGBDPairs(folder, overlap=(0.999, 1.0))
+    (folder / "camera-intrinsics.txt").unlink()
+    with pytest.raises(ValueError, match="no intrinsics"):
+        RGBDPairs(folder)
+
+
+def test_a_scene_without_overlap_gives_one_line(scene, tmp_path):
+    folder = write_sequence(scene, tmp_path / "a", False)
+    for k in range(len(scene.names)):
+        pose = np.eye(4)
+        pose[0, 3] = 100.0 * k
+        np.savetxt(folder / f"frame-{k:06}.pose.txt", pose)
+    with pytest.raises(ValueError, match="no two frames overlap by 0.1 to 0.9"):
+        RGBDPairs(folder)
+
+
+def test_kitchen():
+    if not KITCHEN.is_dir():
+        pytest.skip(f"{KITCHEN} is not here")
+    source = RGBDPairs(KITCHEN, max_frames=12, workers=2)
+    batch = source.sample(3, 192, torch.Generator().manual_seed(0))
+    assert (coarse_ground_truth(batch).matchable0.sum(1) > 10).all()

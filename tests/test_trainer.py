@@ -1,0 +1,465 @@
+"""The trainer: it learns, it resumes bit for bit, and nothing that goes wrong loses work."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pairs_for_tests import ShiftedTextures
+from safetensors.torch import load_file
+
+from prism_match.config import PRESETS as MODELS
+from prism_match.errors import UserError
+from prism_match.training import checkpoint as checkpoint_module
+from prism_match.training.checkpoint import (
+    Checkpoint,
+    checkpoints,
+    export_weights,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+)
+from prism_match.training.config import PRESETS, Phase, TrainConfig, load_train_config
+from prism_match.training.feed import Mixer, Weighted, concatenate, shares
+from prism_match.training.trainer import Trainer, learning_rate
+
+TINY = PRESETS["tiny"].replace(phases=(Phase(0.0, 64, 2),), log_every=2, warmup=2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """So small a model is fastest on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def trainer(run: Path, source=None, **changes) -> Trainer:
+    return Trainer(TINY.replace(**changes), [Weighted(source or ShiftedTextures())], run)
+
+
+def tensors_of(run: Path) -> dict[str, torch.Tensor]:
+    return load_checkpoint(run).tensors
+
+
+# ---- learning
+
+
+def test_one_pair_is_learnt_by_heart(tmp_path):
+    config = PRESETS["tiny"].replace(phases=(Phase(0.0, 64, 1),), steps=100, log_every=10)
+    run = Trainer(config, [Weighted(ShiftedTextures(fixed=True))], tmp_path)
+    last = run.fit()
+    assert last["accuracy"] > 0.95 and last["error_px"] < 1 and last["recall"] > 0.99
+    assert last["loss"] < json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])["loss"] / 5
+    # What was learnt is in the averaged weights that are handed over, too.
+    work = run.mixer.make(0, 0, 1, 64)
+    found = run.average.match(*(run.average.extract(x) for x in (work.batch.image0, work.batch.image1)))
+    x, y = (found.keypoints0 / 8).long().unbind(1)
+    error = (found.keypoints1 - work.batch.warp0[0, y, x]).norm(dim=1)
+    assert len(error) > 10 and (error < 4).float().mean() > 0.9
+    assert (tmp_path / "samples.png").stat().st_size > 1000
+
+
+def test_the_rate_warms_up_and_decays():
+    config = TINY.replace(lr=1.0, warmup=10, final_lr=0.1)
+    assert learning_rate(config, 0, 0.0) == pytest.approx(0.1)
+    assert learning_rate(config, 20, 0.5) == pytest.approx(0.55)
+    assert learning_rate(config, 99, 1.0) == pytest.approx(0.1)
+
+
+def test_phases_follow_the_budget(tmp_path):
+    run = trainer(tmp_path, steps=6, phases=(Phase(0.0, 64, 4), Phase(0.5, 96, 2)), log_every=1)
+    run.fit()
+    rows = [json.loads(x) for x in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [r["size"] for r in rows] == [64, 64, 64, 96, 96, 96]
+    assert [r["pairs"] for r in rows] == [4, 8, 12, 14, 16, 18]
+
+
+def test_minutes_count_over_resumptions(tmp_path):
+    run = trainer(tmp_path, steps=None, minutes=2 / 60)
+    run.fit()
+    spent = load_checkpoint(tmp_path).state["elapsed"]
+    assert 2 <= spent < 30
+    again = trainer(tmp_path, steps=None, minutes=2 / 60)
+    again.resume()
+    assert again.elapsed == spent and again.progress(again.step) >= 1
+    again.fit()
+    assert again.step == run.step
+
+
+# ---- resuming
+
+
+def stop_at(call: int):
+    class Stopping(ShiftedTextures):
+        def sample(self, *args):
+            batch = super().sample(*args)
+            if self.calls == call:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return batch
+
+    return Stopping()
+
+
+def test_stopping_and_resuming_changes_nothing(tmp_path, capsys):
+    trainer(tmp_path / "whole", steps=8).fit()
+    stopped = trainer(tmp_path / "parts", stop_at(4), steps=8)
+    stopped.fit()
+    assert 0 < stopped.step < 8
+    assert "stopped by SIGTERM" in capsys.readouterr().out
+    resumed = trainer(tmp_path / "parts", steps=8)
+    resumed.resume()
+    assert resumed.step == stopped.step
+    resumed.fit()
+    whole, parts = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "parts")
+    assert whole.keys() == parts.keys() and any(k.startswith("optimizer.") for k in whole)
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, parts[name]), name
+    assert load_checkpoint(tmp_path / "parts").state["pairs"] == 16
+
+
+def test_sigterm_ends_the_process_with_success(tmp_path):
+    code = (
+        "import sys, torch; torch.set_num_threads(1); sys.path.insert(0, sys.argv[2])\n"
+        "from test_trainer import *\n"
+        "trainer(Path(sys.argv[1]), steps=100000).fit()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "log.jsonl").exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.terminate()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "stopped by SIGTERM" in out and load_checkpoint(tmp_path).state["step"] > 0
+
+
+def test_without_the_optimizer_a_run_still_resumes(tmp_path):
+    trainer(tmp_path, steps=2, save_optimizer=False).fit()
+    assert not any(k.startswith("optimizer.") for k in tensors_of(tmp_path))
+    again = trainer(tmp_path, steps=4)
+    again.resume()
+    again.fit()
+    assert again.step == 4
+
+
+def test_weights_of_a_run_start_another(tmp_path):
+    trainer(tmp_path / "a", steps=2).fit()
+    other = trainer(tmp_path / "b", steps=2)
+    other.start_from(tmp_path / "a" / "weights.safetensors")
+    weights, _ = load_weights(tmp_path / "a")
+    for name, value in other.model.state_dict().items():
+        assert torch.allclose(value.float(), weights[name].float(), rtol=1e-3, atol=1e-5), name
+    assert other.step == 0
+
+
+# ---- what goes wrong
+
+
+def broken(work):
+    return replace(work, batch=replace(work.batch, image0=work.batch.image0 * torch.nan))
+
+
+def test_a_step_without_a_finite_gradient_changes_nothing(tmp_path):
+    run = trainer(tmp_path, steps=10)
+    works = [run.mixer.make(i, 0, 2, 64) for i in range(3)]
+    run.update([works[0]])
+    before = {k: v.clone() for k, v in run.model.state_dict().items()}
+    moments = {p: {k: v.clone() for k, v in s.items()} for p, s in run.optimizer.state.items()}
+    run.update([broken(works[1])])
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    for p, state in moments.items():
+        assert all(torch.equal(v, run.optimizer.state[p][k]) for k, v in state.items())
+    run.update([works[2]])
+    assert int(run.skipped) == 1 and int(run.skipped_running) == 0
+    assert any(not torch.equal(v, before[k]) for k, v in run.model.state_dict().items())
+    assert all(torch.isfinite(v).all() for v in run.average.state_dict().values())
+
+
+def test_nothing_but_bad_steps_ends_the_run_with_one_line(tmp_path):
+    class Nothing(ShiftedTextures):
+        def sample(self, *args):
+            batch = super().sample(*args)
+            return replace(batch, image0=batch.image0 * torch.nan)
+
+    with pytest.raises(UserError, match="no finite gradient") as error:
+        trainer(tmp_path, Nothing(), steps=1000).fit()
+    assert "\n" not in str(error.value)
+
+
+def test_a_broken_sample_is_named_and_skipped(tmp_path, caplog):
+    run = trainer(tmp_path, ShiftedTextures(break_at=(2, 3)), steps=4)
+    assert run.fit()["skipped_samples"] == 2
+    assert "skipped a sample of shifted textures: sample 17 is broken" in caplog.text
+
+
+def test_a_source_that_only_fails_ends_the_run_and_loses_nothing(tmp_path):
+    run = trainer(tmp_path, ShiftedTextures(break_at=tuple(range(3, 1000))), steps=100)
+    with pytest.raises(UserError, match="shifted textures: .* in a row failed"):
+        run.fit()
+    assert load_checkpoint(tmp_path).state["step"] == run.step == 2
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
+    run = trainer(tmp_path, steps=4)
+    run.update([run.mixer.make(0, 0, 2, 64)])
+    run.save()
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    run.update([run.mixer.make(1, 0, 2, 64)])
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_module, "write_flushed", full)
+        with pytest.raises(UserError, match="No space left on device") as error:
+            run.save()
+    assert "\n" not in str(error.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "weights.safetensors"]
+    assert load_checkpoint(tmp_path).state["step"] == 1
+    run.save()
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-00000002"]
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path):
+    trainer(tmp_path, steps=1).fit()
+    other = trainer(tmp_path / "other", steps=1, model=MODELS["tiny"].replace(layers=3, position="absolute"))
+    message = "layers is 2 there and 3 here, position is 'rotary' there and 'absolute' here"
+    with pytest.raises(UserError, match=message):
+        other.resume(tmp_path)
+    with pytest.raises(UserError, match=message):
+        other.start_from(tmp_path / "weights.safetensors")
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}"])
+def test_damaged_and_missing_checkpoints_give_one_line(tmp_path, content):
+    if content is not None:
+        (tmp_path / "step-00000001").mkdir()
+        (tmp_path / "step-00000001" / "state.json").write_text(content)
+    with pytest.raises(UserError) as error:
+        trainer(tmp_path, steps=1).resume()
+    assert "\n" not in str(error.value)
+
+
+def test_no_budget_and_uneven_batches_are_refused(tmp_path):
+    with pytest.raises(UserError, match="budget"):
+        trainer(tmp_path, steps=None)
+    with pytest.raises(UserError, match="equal parts"):
+        trainer(tmp_path, steps=1, accumulate=3).fit()
+    with pytest.raises(UserError, match="nothing to train on"):
+        Trainer(TINY, [], tmp_path)
+
+
+# ---- files
+
+
+def test_shards_are_small_and_come_back_the_same(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "model.large": torch.rand(700, 1000, generator=generator),  # cut into pieces
+        "model.small": torch.arange(7),
+        "model.scalar": torch.tensor(3.0),
+        **{f"ema.{i}": torch.rand(100, 100, generator=generator) for i in range(40)},
+    }
+    state = dict.fromkeys(checkpoint_module.STATE, 3)
+    folder = save_checkpoint(tmp_path, 3, Checkpoint(tensors, state), shard_mib=1)
+    files = list(folder.glob("*.safetensors"))
+    assert len(files) > 3 and all(f.stat().st_size <= 2**20 for f in files)
+    back = load_checkpoint(tmp_path)
+    assert back.state == state and back.tensors.keys() == tensors.keys()
+    assert all(torch.equal(v, back.tensors[k]) for k, v in tensors.items())
+    assert back.group("ema")["5"].shape == (100, 100)
+
+
+@pytest.mark.parametrize("shard_mib", [None, 0.3])
+def test_exported_weights_say_what_they_are(tmp_path, shard_mib):
+    run = trainer(tmp_path, steps=1)
+    path = tmp_path / "model.safetensors"
+    files = export_weights(path, run.average.state_dict(), run.config.model, {"step": 5}, shard_mib)
+    assert (len(files) == 1) == (shard_mib is None)
+    from safetensors import safe_open
+
+    with safe_open(files[0], "pt") as f:
+        assert json.loads(f.metadata()["training"]) == {"step": 5}
+        assert json.loads(f.metadata()["config"])["coarse_dim"] == 32
+    assert load_file(files[0])["backbone.stem.0.weight"].dtype == torch.float16
+    weights, config = load_weights(path)
+    assert config["layers"] == 2
+    run.model.load_state_dict(weights)
+    if shard_mib:
+        files[0].unlink()
+        with pytest.raises(UserError, match="parts are there"):
+            load_weights(path)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_settings_survive_a_checkpoint(preset):
+    assert TrainConfig.from_dict(json.loads(json.dumps(PRESETS[preset].to_dict()))) == PRESETS[preset]
+
+
+def test_settings_come_from_a_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'preset = "quick"\nlr = 1e-3\nsteps = 10\nphases = [[0, 64, 8], [0.5, 96, 4]]\n'
+        "[model]\nlayers = 2\n[loss]\ndeep = 0.25\n"
+    )
+    config = load_train_config(file)
+    assert (config.lr, config.steps, config.model.layers, config.loss.deep) == (1e-3, 10, 2, 0.25)
+    assert config.phases[1] == Phase(0.5, 96, 4) and config.warmup == PRESETS["quick"].warmup
+    for bad in ("lrr = 1", "phases = [[0.5, 64, 8]]", "[model]\nlayers = 0", "= 3"):
+        file.write_text(bad)
+        with pytest.raises(UserError) as error:
+            load_train_config(file)
+        assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+# ---- the command
+
+
+@pytest.fixture
+def photos(tmp_path) -> Path:
+    import cv2
+
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(3):
+        small = rng.integers(0, 255, (24, 24), np.uint8)
+        cv2.imwrite(str(folder / f"{i}.png"), cv2.resize(small, (192, 192), interpolation=cv2.INTER_CUBIC))
+    (folder / "broken.jpg").write_bytes(b"not a photo")
+    return folder
+
+
+def prism(*arguments: object):
+    import typer
+    from typer.testing import CliRunner
+
+    from prism_match.training.commands import data, train
+
+    app = typer.Typer()
+    app.command()(train)
+    app.add_typer(data, name="data")
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_the_command_trains_and_resumes(tmp_path, photos, capsys):
+    run = tmp_path / "run"
+    common = ["--photos", photos, "--device", "cpu", "--out", run]
+    result = prism("train", "--preset", "tiny", "--steps", 2, "--batch", 2, "--save-minutes", 0, *common)
+    assert result.exception is None, result.exception
+    assert load_checkpoint(run).state["step"] == 2
+    again = prism("train", *common, "--steps", 2)
+    assert isinstance(again.exception, UserError) and "--resume" in str(again.exception)
+    result = prism("train", *common, "--resume", "--steps", 3)
+    assert result.exception is None, result.exception
+    state = load_checkpoint(run).state
+    assert state["step"] == 3 and state["training"]["phases"][0]["batch"] == 2
+
+
+def test_the_command_previews(tmp_path, photos):
+    result = prism("data", "preview", "--photos", photos, "--pairs", 2, "--size", 64, "--out", tmp_path / "p")
+    assert result.exception is None, result.exception
+    assert (tmp_path / "p" / "photos.png").stat().st_size > 100
+
+
+@pytest.mark.parametrize(
+    "arguments, reason",
+    [
+        ([], "nothing to train on"),
+        (["--photos", "missing"], "missing: no such file or folder"),
+        (["--photos", "{tmp}"], "no photos"),
+        (["--worlds"], "--worlds needs --photos"),
+        (["--colmap", "{tmp}"], "images"),
+        (["--megadepth", "{tmp}"], "prism data megadepth"),
+        (["--photos", "{photos}", "--mix", "photos=x"], "--mix photos=x"),
+        (["--photos", "{photos}", "--mix", "rgbd=1"], "rgbd"),
+        (["--photos", "{photos}", "--size", "100"], "multiple of 32"),
+        (["--photos", "{photos}", "--preset", "missing.toml"], "missing.toml"),
+        (["--photos", "{photos}", "--resume"], "no checkpoint"),
+        (["--photos", "{photos}", "--init", "missing"], "missing: no such weights"),
+        (["--photos", "{photos}", "--model", "missing"], "missing"),
+    ],
+)
+def test_mistakes_give_one_line(tmp_path, photos, arguments, reason):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    filled = [str(a).format(tmp=empty, photos=photos) for a in arguments]
+    preset = [] if "--preset" in filled or "--resume" in filled else ["--preset", "tiny"]
+    result = prism("train", "--out", tmp_path / "run", "--device", "cpu", "--steps", 1, *preset, *filled)
+    assert isinstance(result.exception, UserError), result.exception
+    assert reason in str(result.exception) and "\n" not in str(result.exception)
+
+
+def test_validation_is_written_down(tmp_path):
+    seen = []
+
+    def validate(model):
+        seen.append(model.training)
+        return {"auc@10": 12.5}
+
+    Trainer(TINY.replace(steps=2), [Weighted(ShiftedTextures())], tmp_path, "cpu", validate).fit()
+    assert seen == [False]
+    assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])["auc@10"] == 12.5
+
+
+# ---- data
+
+
+def test_batches_depend_on_the_step_alone():
+    sources = [Weighted(ShiftedTextures()), Weighted(ShiftedTextures(), 3.0)]
+    first, again = (Mixer(sources, 5, torch.device("cpu")).make(7, 1, 8, 64) for _ in range(2))
+    other = Mixer(sources, 5, torch.device("cpu")).make(8, 1, 8, 64)
+    assert torch.equal(first.batch.image1, again.batch.image1) and torch.equal(first.keys, again.keys)
+    assert not torch.equal(first.batch.image1, other.batch.image1)
+
+
+def test_shares_are_steady_and_small_sources_get_their_turn():
+    import random
+
+    rng = random.Random(0)
+    assert [shares([1, 1, 2], 10, rng) for _ in range(3)] == [[3, 2, 5]] * 3
+    drawn = np.array([shares([1, 9], 4, rng) for _ in range(2000)])
+    assert (drawn.sum(1) == 4).all() and abs(drawn[:, 0].mean() - 0.4) < 0.05
+
+
+def test_batches_with_and_without_masks_are_joined():
+    generator = torch.Generator().manual_seed(0)
+    plain = ShiftedTextures().sample(2, 64, generator)
+    mask, unknown = torch.zeros(2, 64, 64, dtype=torch.bool), torch.ones(2, 8, 8, dtype=torch.bool)
+    joined = concatenate([plain, replace(plain, mask1=mask, unknown0=unknown)])
+    assert len(joined) == 4 and joined.mask0 is None and joined.unknown1 is None
+    assert joined.mask1[:2].all() and not joined.mask1[2:].any()
+    assert not joined.unknown0[:2].any() and joined.unknown0[2:].all()
+
+
+# ---- many processes
+
+
+def test_two_processes_give_the_gradients_of_one(tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    worker = str(Path(__file__).with_name("ddp_worker.py"))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    jobs = [("one.safetensors", "2", {})]
+    jobs += [("two.safetensors", "1", {**place, "RANK": str(rank)}) for rank in range(2)]
+    running = [
+        subprocess.Popen([sys.executable, worker, str(tmp_path / out), parts], env={**os.environ, **extra})
+        for out, parts, extra in jobs
+    ]
+    assert [p.wait(timeout=120) for p in running] == [0, 0, 0]
+    one, two = load_file(tmp_path / "one.safetensors"), load_file(tmp_path / "two.safetensors")
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert torch.allclose(value, two[name], rtol=1e-3, atol=1e-5), name
