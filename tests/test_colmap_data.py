@@ -171,7 +171,7 @@ def check_batch(batch: PairBatch, size: int) -> None:
         assert t.shape == (b, c, c) and t.dtype == torch.bool
     assert batch.mask0 is None and batch.mask1 is None
     assert not (batch.visible0 & batch.unknown0).any() and not (batch.visible1 & batch.unknown1).any()
-    assert 0 <= batch.image0.min() and batch.image0.max() <= 1
+    assert batch.image0.min() >= 0 and batch.image0.max() <= 1
     assert len(batch.names) == b
 
 

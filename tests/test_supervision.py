@@ -66,8 +66,7 @@ def slow_truth(warp0, visible0, warp1, visible1, unknown0, unknown1, real0, real
     """All arguments flat over cells, of square images with `columns` cells a side."""
 
     def nearest(point):
-        best = min(range(columns**2), key=lambda c: math.dist(point, centre(c)))
-        return best
+        return min(range(columns**2), key=lambda c: math.dist(point, centre(c)))
 
     def centre(c):
         return (8 * (c % columns) + 3.5, 8 * (c // columns) + 3.5)

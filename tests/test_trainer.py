@@ -24,7 +24,6 @@ from prism_match.training import checkpoint as checkpoint_module
 from prism_match.training.checkpoint import (
     Checkpoint,
     checkpoints,
-    export_weights,
     load_checkpoint,
     load_weights,
     save_checkpoint,
@@ -32,6 +31,7 @@ from prism_match.training.checkpoint import (
 from prism_match.training.config import PRESETS, Phase, TrainConfig, load_train_config
 from prism_match.training.feed import Mixer, Weighted, concatenate, shares
 from prism_match.training.trainer import Trainer, learning_rate
+from prism_match.weights.store import export_weights
 
 TINY = PRESETS["tiny"].replace(phases=(Phase(0.0, 64, 2),), log_every=2, warmup=2)
 

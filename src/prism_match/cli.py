@@ -175,6 +175,7 @@ def info(
     result["parameters"] = f"{result['parameters']:,} ({result['parameters'] / 1e6:.1f} M)"
     for group in ("training", "config"):
         rows = result.pop(group) or {"": "unknown" if known.trained else "never"}
+        rows.pop("settings", None)  # a page of numbers; --json has them
         result |= {f"{group}.{k}".rstrip("."): v for k, v in rows.items()}
     print_table({k: v for k, v in result.items() if v is not None})
 

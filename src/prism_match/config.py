@@ -64,6 +64,11 @@ class ModelConfig:
     def replace(self, **changes: Any) -> ModelConfig:
         return dataclasses.replace(self, **changes)
 
+    def fits(self, other: ModelConfig) -> bool:
+        """Whether both have the same weights: they differ in thresholds and the like at most."""
+        free = {"theta_p": 0.0, "theta_c": 0.0, "temperature": 1.0, "border": 0, "weighted_softmax": True}
+        return self.replace(**free) == other.replace(**free)
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

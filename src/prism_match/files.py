@@ -1,12 +1,18 @@
-"""Writing files so that none is ever half-written."""
+"""Writing files so that none is ever half-written, and reading them so that none can do harm."""
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import tempfile
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from prism_match.errors import UserError
 
@@ -44,3 +50,51 @@ def writable_folder(path: str | Path) -> Path:
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError(f"{path}: the folder cannot be written to")
     return path
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Unpickles arrays, numbers, strings and containers of them; whatever else a file asks for, it refuses.
+    A pickle can otherwise run any program when it is read."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = module.replace("numpy.core.", "numpy._core.")  # the name changed with NumPy 2
+        if (module, name) not in {
+            ("numpy", "ndarray"),
+            ("numpy", "dtype"),
+            ("numpy._core.multiarray", "_reconstruct"),
+            ("numpy._core.multiarray", "scalar"),
+            ("_codecs", "encode"),  # how bytes are kept by old protocols
+        }:
+            raise pickle.UnpicklingError(f"it holds {module}.{name}, which is no array")
+        if module == "numpy._core.multiarray" and np.__version__ < "2":
+            module = "numpy.core.multiarray"
+        return super().find_class(module, name)
+
+
+def load_object_arrays(path: Path, keys: Sequence[str]) -> list[np.ndarray]:
+    """Arrays of an .npz file whose entries are Python objects, as MegaDepth's and ScanNet's indices are.
+    Raises ValueError, OSError or KeyError for anything else."""
+    arrays = []
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for key in keys:
+                with archive.open(f"{key}.npy") as entry:
+                    arrays.append(_read_array(io.BytesIO(entry.read())))
+    except (pickle.UnpicklingError, zipfile.BadZipFile, EOFError, AttributeError, ImportError) as error:
+        raise ValueError(str(error)) from error
+    return arrays
+
+
+def _read_array(file: io.BytesIO) -> np.ndarray:
+    version = np.lib.format.read_magic(file)
+    read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in read_header:
+        raise ValueError(f"version {version} of the array format is not known")
+    shape, _, dtype = read_header[version](file)
+    if not dtype.hasobject:
+        file.seek(0)
+        return np.lib.format.read_array(file, allow_pickle=False)
+    array = _ArraysOnly(file, encoding="latin1").load()
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"an entry is a {type(array).__name__}, not an array")
+    return array.reshape(shape)

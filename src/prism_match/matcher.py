@@ -285,17 +285,18 @@ def stack(features: list[Features]) -> Features:
 def collect_details(found: PairMatches, n: int, pair: Pair) -> Details:
     """The masks and NMI of one pair, cut to the cells that hold pixels."""
 
-    def cut(maps: list[Tensor], prepared: Prepared) -> np.ndarray:
+    def cut(name: str, prepared: Prepared) -> np.ndarray:
         rows, columns = prepared.cells
+        maps = [getattr(layer, name) for layer in found.layers]
         return torch.stack([m[n, :rows, :columns] for m in maps]).cpu().numpy()
 
-    layers = found.layers
-    keep0, keep1 = cut([x.keep0 for x in layers], pair.a), cut([x.keep1 for x in layers], pair.b)
-    if any(x.logit0 is None for x in layers):
+    def nmi(name: str, prepared: Prepared) -> np.ndarray:
+        return 1 / (1 + np.exp(-cut(name, prepared)))  # 0 where it was not estimated any more
+
+    keep0, keep1 = cut("keep0", pair.a), cut("keep1", pair.b)
+    if any(layer.logit0 is None for layer in found.layers):  # not every MPM has an estimator
         return Details(keep0, keep1, None, None)
-    nmi0 = cut([x.logit0.float().sigmoid() for x in layers if x.logit0 is not None], pair.a)
-    nmi1 = cut([x.logit1.float().sigmoid() for x in layers if x.logit1 is not None], pair.b)
-    return Details(keep0, keep1, nmi0, nmi1)
+    return Details(keep0, keep1, nmi("logit0", pair.a), nmi("logit1", pair.b))
 
 
 def is_inside(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:

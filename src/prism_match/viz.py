@@ -31,9 +31,8 @@ def draw_matches(
     colours = red_to_green(values)
     at0 = (points0 + 0.5) * scale0 - 0.5
     at1 = (points1 + 0.5) * scale1 - 0.5 + [left.shape[1] + GAP, 0]
-    thickness = 1
     for n in spread(at0, most_lines):
-        cv2.line(canvas, fixed(at0[n]), fixed(at1[n]), colours[n], thickness, cv2.LINE_AA, SHIFT)
+        cv2.line(canvas, fixed(at0[n]), fixed(at1[n]), colours[n], 1, cv2.LINE_AA, SHIFT)
     for at in (at0, at1):
         for point, colour in zip(at, colours, strict=True):
             cv2.circle(canvas, fixed(point), 2 << SHIFT, colour, -1, cv2.LINE_AA, SHIFT)
@@ -83,13 +82,11 @@ def layer_colours(layers: int) -> np.ndarray:
 
 def add_legend(canvas: np.ndarray, layers: int) -> np.ndarray:
     strip = np.full((26, canvas.shape[1], 3), 255, dtype=np.uint8)
-    cv2.putText(strip, "pruned by MPM", (8, 18), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (0, 0, 0), 1, cv2.LINE_AA)
+    put_text(strip, "pruned by MPM", (8, 18), (0, 0, 0))
     for n, colour in enumerate(layer_colours(layers).tolist()):
         x = 130 + 48 * n
         cv2.rectangle(strip, (x, 6), (x + 14, 20), colour, -1)
-        cv2.putText(
-            strip, str(n + 1), (x + 18, 18), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (0, 0, 0), 1, cv2.LINE_AA
-        )
+        put_text(strip, str(n + 1), (x + 18, 18), (0, 0, 0))
     return np.concatenate([canvas, strip])
 
 
@@ -136,8 +133,16 @@ def red_to_green(values: np.ndarray) -> list[tuple[int, int, int]]:
 
 def put_title(canvas: np.ndarray, title: str) -> np.ndarray:
     """White letters with a dark rim in the upper left corner: readable on any photo."""
+    rim = [(dx, dy) for dx in (-1, 0, 1) for dy in (-1, 0, 1)]
     for n, line in enumerate(title.splitlines()):
-        at = (10, 24 + 22 * n)
-        for colour, thickness in (((0, 0, 0), 3), ((255, 255, 255), 1)):
-            cv2.putText(canvas, line, at, cv2.FONT_HERSHEY_SIMPLEX, 0.6, colour, thickness, cv2.LINE_AA)
+        # Thicker letters are wider in OpenCV 5, so the rim is drawn with the same letters, moved.
+        for dx, dy in rim:
+            put_text(canvas, line, (10 + dx, 24 + 22 * n + dy), (0, 0, 0), scale=0.6)
+        put_text(canvas, line, (10, 24 + 22 * n), (255, 255, 255), scale=0.6)
     return canvas
+
+
+def put_text(
+    canvas: np.ndarray, text: str, at: tuple[int, int], colour: tuple[int, int, int], scale: float = 0.45
+) -> None:
+    cv2.putText(canvas, text, at, cv2.FONT_HERSHEY_SIMPLEX, scale, colour, 1, cv2.LINE_AA)

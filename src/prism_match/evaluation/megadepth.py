@@ -13,6 +13,7 @@ import numpy as np
 
 from prism_match.errors import UserError
 from prism_match.evaluation.pairs import PosePair
+from prism_match.files import load_object_arrays
 
 KEYS = ("image_paths", "depth_paths", "intrinsics", "poses", "pair_infos")
 
@@ -28,10 +29,9 @@ def read_megadepth(root: str | Path) -> list[PosePair]:
 
 def read_scene_info(root: Path, file: Path) -> list[PosePair]:
     try:
-        with np.load(file, allow_pickle=True) as stored:  # the format is one of Python objects
-            index = {key: stored[key] for key in KEYS}
+        index = dict(zip(KEYS, load_object_arrays(file, KEYS), strict=True))
         return [make_pair(root, file.stem, index, *map(int, info[0])) for info in index["pair_infos"]]
-    except Exception as error:  # a damaged file of Python objects can raise anything
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(f"{file}: not an index of MegaDepth pairs ({error})") from error
 
 

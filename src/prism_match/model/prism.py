@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prism_match.config import ModelConfig
 from prism_match.model.attention import SADPA, LinearAttention
@@ -19,6 +20,8 @@ from prism_match.model.refinement import Refinement
 
 CELL = 8  # image pixels along the side of a coarse cell
 STRIDE = 32  # sides of the images inside the model are multiples of the coarsest level's cell
+# Not cuDNN's, which plans anew for every number of kept cells.
+ATTENTION_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,11 @@ class PRISM(nn.Module):
         keep: b h/8 w/8, cells to look at from the start (M_0); None = all."""
         mask0 = a.valid if keep0 is None else a.valid & keep0
         mask1 = b.valid if keep1 is None else b.valid & keep1
-        layers = self.transform(a, b, mask0, mask1)
-        i, j, k, confidence = self.coarse_matches(layers[-1], a.valid, b.valid, theta_c)
-        last = layers[-1]
-        offset, std = self.refinement(a.fine, b.fine, last.coarse0, last.coarse1, (k, i, j))
+        with sdpa_kernel(ATTENTION_KERNELS):
+            layers = self.transform(a, b, mask0, mask1)
+            i, j, k, confidence = self.coarse_matches(layers[-1], a.valid, b.valid, theta_c)
+            last = layers[-1]
+            offset, std = self.refinement(a.fine, b.fine, last.coarse0, last.coarse1, (k, i, j))
         keypoints0 = cell_centre(i, a.coarse.shape[2])
         keypoints1 = cell_centre(j, b.coarse.shape[2]) + offset
         return PairMatches(k, keypoints0, keypoints1, confidence, std, tuple(layers))
@@ -102,7 +106,8 @@ class PRISM(nn.Module):
         coarse, fine = self.backbone(gray, mask)
         coarse = coarse.permute(0, 2, 3, 1)
         if self.config.position == "absolute":
-            coarse = coarse + absolute_encoding(coarse.shape[-1], *coarse.shape[1:3], coarse.device)
+            _, rows, columns, dim = coarse.shape
+            coarse = coarse + absolute_encoding(dim, rows, columns, coarse.device)
         if mask is None:
             valid = torch.ones(coarse.shape[:3], dtype=torch.bool, device=coarse.device)
         else:

@@ -1,4 +1,4 @@
-"""Checkpoints that survive a full disk and a killed process, and the weights that a run hands over.
+"""Checkpoints that survive a full disk and a killed process.
 
 A checkpoint is a folder `step-00001200` with `state.json` and safetensors files. It is written under
 another name, flushed to the disk and renamed, and only then are older ones removed; so the newest folder of
@@ -11,24 +11,19 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
-from safetensors.torch import save as serialise
 from torch import Tensor
 
 from prism_match.config import ModelConfig
 from prism_match.errors import UserError
-from prism_match.files import atomic_path
+from prism_match.weights.store import joined, read_weights, shards, write_flushed, write_tensors
 
-MIB = 2**20
 STATE = ("step", "pairs", "elapsed", "skipped", "model", "training")  # what state.json holds
-PART = "//part"  # separates the name of a tensor from the number of its piece
 
 
 @dataclass(frozen=True)
@@ -104,106 +99,14 @@ def check_architecture(path: Path, theirs: dict[str, Any], ours: ModelConfig) ->
         raise UserError(f"{path}: checkpoint of another architecture: {', '.join(differing)}")
 
 
-def export_weights(
-    path: Path,
-    weights: dict[str, Tensor],
-    config: ModelConfig,
-    training: dict[str, Any],
-    shard_mib: float | None = None,
-) -> list[Path]:
-    """The model to use: matrices and kernels in 16 bit, the rest (norms, biases, statistics, frequencies)
-    in 32, with "config" and "training" as JSON in the metadata. With `shard_mib`, `path` becomes several
-    files NAME-00001-of-00004.safetensors; `load_weights` takes either."""
-    half = {
-        k: v.detach().cpu().to(torch.float16 if v.dim() > 1 and not k.endswith("rotary.b") else v.dtype)
-        for k, v in weights.items()
-    }
-    metadata = {"config": json.dumps(config.to_dict()), "training": json.dumps(training)}
-    parts = list(shards(half, shard_mib))
-    names = [path] if len(parts) == 1 else [
-        path.with_name(f"{path.stem}-{i + 1:05d}-of-{len(parts):05d}{path.suffix}") for i in range(len(parts))
-    ]  # fmt: skip
-    for name, part in zip(names, parts, strict=True):
-        with atomic_path(name) as temporary:
-            write_tensors(temporary, part, metadata)
-    return names
-
-
 def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights as float32 and the model's settings, from a file of `export_weights`, the name its shards were
-    made from, any one of them, or the folder of a run (its averaged weights)."""
+    """Weights as float32 and the model's settings: from a file or shards of `export_weights`, or the folder
+    of a run (its averaged weights)."""
     if path.is_dir():
         checkpoint = load_checkpoint(path)
         return checkpoint.group("ema"), checkpoint.state["model"]
-    stem = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
-    files = sorted(path.parent.glob(f"{stem}-?????-of-?????{path.suffix}"))
-    if path.is_file() and path.stem == stem:
-        files = [path]
-    if not files:
-        raise UserError(f"{path}: no such weights")
-    pieces: dict[str, Tensor] = {}
-    try:
-        for file in files:
-            pieces.update(load_file(file))
-        with safe_open(files[0], "pt") as f:
-            config = json.loads((f.metadata() or {})["config"])
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(f"{path}: not weights of this model ({error})") from error
-    expected = re.search(r"-of-(\d{5})$", files[0].stem)
-    if expected and len(files) != int(expected[1]):
-        raise UserError(f"{path}: {len(files)} of {int(expected[1])} parts are there")
-    return {k: v.float() if v.is_floating_point() else v for k, v in joined(pieces).items()}, config
-
-
-def shards(tensors: dict[str, Tensor], mib: float | None) -> Iterable[dict[str, Tensor]]:
-    """The tensors in groups of at most `mib` MiB as stored; larger ones are cut into pieces first."""
-    if not mib:
-        yield tensors
-        return
-    limit = int(mib * MIB) - MIB // 4  # room for the header
-    shard: dict[str, Tensor] = {}
-    used = 0
-    for name, piece in _pieces(tensors, max(limit, 1)):
-        size = piece.numel() * piece.element_size()
-        if shard and used + size > limit:
-            yield shard
-            shard, used = {}, 0
-        shard[name] = piece
-        used += size
-    yield shard
-
-
-def _pieces(tensors: dict[str, Tensor], limit: int) -> Iterable[tuple[str, Tensor]]:
-    for name, tensor in tensors.items():
-        if tensor.numel() * tensor.element_size() <= limit:
-            yield name, tensor
-            continue
-        shape = "x".join(map(str, tensor.shape))
-        for i, piece in enumerate(tensor.reshape(-1).split(limit // tensor.element_size())):
-            yield f"{name}{PART}{i:05d}//{shape}", piece
-
-
-def joined(pieces: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Undoes the cutting of `shards`."""
-    whole = {k: v for k, v in pieces.items() if PART not in k}
-    cut: dict[tuple[str, str], list[Tensor]] = {}
-    for key in sorted(k for k in pieces if PART in k):
-        name, rest = key.split(PART)
-        cut.setdefault((name, rest.split("//")[1]), []).append(pieces[key])
-    for (name, shape), parts in cut.items():
-        whole[name] = torch.cat(parts).view(*map(int, shape.split("x")))
-    return whole
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    write_flushed(path, serialise({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, metadata))
-
-
-def write_flushed(path: Path, content: bytes) -> None:
-    with open(path, "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
+    weights, header = read_weights(path)
+    return {k: v.float() if v.is_floating_point() else v for k, v in weights.items()}, header["config"]
 
 
 def flush_folder(folder: Path) -> None:

@@ -140,7 +140,9 @@ def relative_scale(model: Model, a: int, b: int, ids: np.ndarray) -> np.ndarray:
     return (vb.K[0, 0] / vb.depth_of(xyz)) / (va.K[0, 0] / va.depth_of(xyz))
 
 
-def load_photos(model: Model, image_dir: Path, wanted: Iterable[int], device) -> dict[int, Tensor]:
+def load_photos(
+    model: Model, image_dir: Path, wanted: Iterable[int], device: torch.device | str
+) -> dict[int, Tensor]:
     """Gray photos 1 1 h w in [0, 1] by view. Raises ValueError naming the images that are missing."""
     require_files(image_dir, [model.views[i].name for i in wanted], "images of the model are missing")
     photos = {i: torch.from_numpy(load_photo(model.views[i], image_dir)) for i in wanted}
@@ -221,7 +223,9 @@ def correlate(
 
 def _pixels(h: int, w: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """y and x of every pixel, h w each."""
-    return torch.meshgrid(*(torch.arange(float(n), device=device) for n in (h, w)), indexing="ij")
+    rows, columns = (torch.arange(float(n), device=device) for n in (h, w))
+    y, x = torch.meshgrid(rows, columns, indexing="ij")
+    return y, x
 
 
 def zncc(a: Tensor, b: Tensor, window: int) -> Tensor:
@@ -322,8 +326,8 @@ def agreeing_depth(
         votes += agrees
     fused = total / votes
     kept = _grow(fused, votes > config.agreeing, votes > 1, config)
-    fused = torch.where(kept, fused, torch.zeros_like(fused)).cpu().numpy()
-    return _without_islands(fused, config)
+    fused = torch.where(kept, fused, torch.zeros_like(fused))
+    return _without_islands(fused.cpu().numpy(), config)
 
 
 def _grow(depth: Tensor, sure: Tensor, likely: Tensor, config: SweepConfig) -> Tensor:
@@ -396,8 +400,15 @@ def _raw_path(depth_dir: Path, name: str) -> Path:
     return depth_dir / ".raw" / f"{name}.h5"
 
 
-def _raw_maps(model, photos, neighbours, wanted, depth_dir: Path, config: SweepConfig) -> dict[int, Tensor]:
-    raw = {}
+def _raw_maps(
+    model: Model,
+    photos: dict[int, Tensor],
+    neighbours: Sequence[Sequence[int]],
+    wanted: Sequence[int],
+    depth_dir: Path,
+    config: SweepConfig,
+) -> dict[int, Tensor]:
+    raw: dict[int, Tensor] = {}
     for i in tqdm(wanted, desc="plane sweep", disable=len(wanted) < 2):
         path, device = _raw_path(depth_dir, model.views[i].name), photos[i].device
         if path.exists():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,8 +43,9 @@ class PairBatch:
 
     def map(self, f: Callable[[Tensor], Tensor]) -> PairBatch:
         """The same batch with `f` applied to every tensor."""
-        tensors = {x.name: getattr(self, x.name) for x in fields(self)}
-        return replace(self, **{k: f(v) for k, v in tensors.items() if isinstance(v, Tensor)})
+        values = {x.name: getattr(self, x.name) for x in fields(self)}
+        changed: dict[str, Any] = {k: f(v) for k, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **changed)
 
     def to(self, device: torch.device | str) -> PairBatch:
         return self.map(lambda t: t.to(device, non_blocking=True))

@@ -114,7 +114,7 @@ def warp_by_field(points: Tensor, field: Tensor, valid: Tensor, size: tuple[int,
     x, _ = _neighbours(field[..., 0], points)
     y, weight = _neighbours(field[..., 1], points)
     good, _ = _neighbours(valid.to(field.dtype), points)
-    known = ((good > 0) | (weight == 0)).all(-1) & _inside(points, field.shape[1:3])
+    known = ((good > 0) | (weight == 0)).all(-1) & _inside(points, (field.shape[1], field.shape[2]))
     weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-12)
     # Fields are often NaN where they are not valid, and 0 * NaN is NaN.
     warped = torch.stack([(v.nan_to_num() * weight).sum(-1) for v in (x, y)], dim=-1)
@@ -124,7 +124,7 @@ def warp_by_field(points: Tensor, field: Tensor, valid: Tensor, size: tuple[int,
 
 def coarse_ground_truth(batch: PairBatch) -> CoarseTruth:
     """Mutual nearest neighbours of projected cell centres, in both directions."""
-    size0, size1 = batch.image0.shape[-2:], batch.image1.shape[-2:]
+    size0, size1 = _size(batch.image0), _size(batch.image1)
     seen0, seen1 = batch.visible0.flatten(1), batch.visible1.flatten(1)
     nearest0, nearest1 = _nearest_cell(batch.warp0, size1), _nearest_cell(batch.warp1, size0)
     real0, real1 = _real_cells(batch.mask0, seen0), _real_cells(batch.mask1, seen1)
@@ -146,6 +146,11 @@ def coarse_ground_truth(batch: PairBatch) -> CoarseTruth:
         unmatchable1=real1 & ~matchable1 & ~open1,
         offset0=torch.where(matchable0[..., None], offset, torch.zeros_like(offset)),
     )
+
+
+def _size(image: Tensor) -> tuple[int, int]:
+    """Height and width."""
+    return image.shape[-2], image.shape[-1]
 
 
 def _apply(matrix: Tensor, points: Tensor) -> Tensor:

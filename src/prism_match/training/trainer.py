@@ -26,7 +26,6 @@ from prism_match.model.prism import PRISM
 from prism_match.training.checkpoint import (
     Checkpoint,
     check_architecture,
-    export_weights,
     load_checkpoint,
     load_weights,
     save_checkpoint,
@@ -37,6 +36,7 @@ from prism_match.training.pairs import PairBatch
 from prism_match.training.samples import draw_predictions, write_picture
 from prism_match.training.step import METRICS, TrainingStep, Work
 from prism_match.training.world import join_world
+from prism_match.weights.store import export_weights
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,10 @@ class Trainer:
         self.config, self.validate = config, validate
         self.run = writable_folder(run)
         self.world, self.device = join_world(torch.device(device))
+        parts = config.accumulate * self.world.size
+        for phase in config.phases:
+            if phase.batch % parts:
+                raise UserError(f"a batch of {phase.batch} cannot be split into {parts} equal parts")
         torch.manual_seed(config.seed)
         self.model = PRISM(config.model).to(self.device)
         self.model.backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -133,8 +137,6 @@ class Trainer:
         """Has the part of update `step` made that belongs to this process."""
         phase, c = self.config.phase(min(self.progress(step), 1.0)), self.config
         pieces = c.accumulate * self.world.size
-        if phase.batch % pieces:
-            raise UserError(f"a batch of {phase.batch} cannot be split into {pieces} equal parts")
         mine = range(self.world.rank * c.accumulate, (self.world.rank + 1) * c.accumulate)
         feed.order(step, mine, phase.batch // pieces, phase.size)
 
@@ -222,8 +224,11 @@ class Trainer:
 
     def _write(self, row: dict[str, Any]) -> None:
         """One line in log.jsonl, and TensorBoard where it is installed."""
-        with open(self.run / "log.jsonl", "a", encoding="utf-8") as f:
-            f.write(json.dumps(row) + "\n")
+        try:
+            with open(self.run / "log.jsonl", "a", encoding="utf-8") as f:
+                f.write(json.dumps(row) + "\n")
+        except OSError as error:  # a full disk is no reason to end the run
+            log.error("%s: %s", self.run / "log.jsonl", error)
         if not hasattr(self, "_board"):
             self._board = tensorboard(self.run)
         if self._board is not None:

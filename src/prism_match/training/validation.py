@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from prism_match.model.prism import PRISM
-from prism_match.training.checkpoint import export_weights
+from prism_match.weights.store import export_weights
 
 
 def pose_validation(

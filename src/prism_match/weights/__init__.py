@@ -1,26 +1,21 @@
-"""Weights: the ones that ship in this folder, and files of the user's. Always safetensors.
-
-A file carries two JSON strings in its header: `config`, the model's settings, and `training`, a
-summary of how the weights came about."""
+"""Weights: the ones that ship in this folder, and files of the user's. Always safetensors."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 
 from prism_match.config import ModelConfig
 from prism_match.errors import UserError
-from prism_match.files import atomic_path
 from prism_match.model.prism import PRISM
+from prism_match.weights.store import read_header, read_weights
 
 SHIPPED = Path(__file__).parent / "prism.safetensors"
+SHIPPED_SHA256 = "656344fbc2b8266ff3ccec054ad1452c951dd81b44939f9c8e1ba96f5b3ea3d8"
 
 
 @dataclass(frozen=True)
@@ -38,21 +33,21 @@ class WeightsInfo:
 
 
 def weights_info(weights: str | Path | None = None, config: ModelConfig | None = None) -> WeightsInfo:
-    """None: the shipped weights, or random ones while none ship. A given `config` wins over the one in
-    the file, and is needed for files that carry none of another shape than the paper's."""
-    if weights is None and not SHIPPED.is_file():
-        return WeightsInfo(None, None, config or ModelConfig(), {})
+    """None: the shipped weights, or random ones for a `config` that they do not fit. A given `config`
+    wins over the one in the file, and is needed for files that carry none of another shape than the
+    paper's."""
+    if weights is None and config is not None and not config.fits(ModelConfig()):
+        return WeightsInfo(None, None, config, {})
     path = SHIPPED if weights is None else Path(weights)
-    if not path.is_file():
-        raise UserError(f"{path}: no such weights; give the path of a .safetensors file")
+    files, header = read_header(path)
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-        stored = ModelConfig.from_dict(json.loads(header.get("config", "{}")))
-        training = json.loads(header.get("training", "{}"))
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        stored = ModelConfig.from_dict(header["config"])
+    except ValueError as error:
         raise UserError(f"{path}: not a file of PRISM weights ({error})") from error
-    return WeightsInfo(path, sha256(path), config or stored, training)
+    digest = sha256(files)
+    if path == SHIPPED and digest != SHIPPED_SHA256:
+        raise UserError(f"{path}: the shipped weights are damaged (sha256 {digest[:12]}...); install again")
+    return WeightsInfo(path, digest, config or stored, header["training"])
 
 
 def load_model(weights: str | Path | None = None, config: ModelConfig | None = None) -> PRISM:
@@ -65,7 +60,7 @@ def build_model(info: WeightsInfo) -> PRISM:
         torch.manual_seed(0)  # random weights, where no others are there, are at least always the same
         model = PRISM(info.config)
     if info.path is not None:
-        load_state(model, safetensors.torch.load_file(info.path), str(info.path))
+        load_state(model, read_weights(info.path)[0], str(info.path))
     return model.eval()
 
 
@@ -85,19 +80,11 @@ def load_state(model: PRISM, state: dict[str, torch.Tensor], name: str) -> None:
     model.load_state_dict(state)
 
 
-def save_weights(path: str | Path, model: PRISM, training: dict[str, Any], dtype: torch.dtype) -> None:
-    """The model's weights with its config and a summary of its training in the header."""
-    state = {
-        k: (v.to(dtype) if v.is_floating_point() else v).contiguous().cpu()
-        for k, v in model.state_dict().items()
-    }
-    header = {"config": json.dumps(model.config.to_dict()), "training": json.dumps(training)}
-    with atomic_path(path) as temporary:
-        safetensors.torch.save_file(state, temporary, metadata=header)
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def sha256(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def shorten(keys: list[str], most: int = 3) -> str:

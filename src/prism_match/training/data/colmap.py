@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from prism_match.training.data.posed import OVERLAP_BINS, scale_intrinsics, spre
 from prism_match.training.pairs import PairBatch, cell_centres
 from prism_match.training.supervision import Warp, depth_at, warp_by_depth
 
+Parsed = TypeVar("Parsed")
 log = logging.getLogger(__name__)
 
 # name -> number of parameters, number of focal lengths; what follows the principal point is distortion
@@ -162,7 +164,8 @@ class ColmapPairs:
         `photometric`: photos of different days, but few of them, so each is changed as the others are.
         """
         model, image_dir, depth_dir = read_model(model_dir), Path(image_dir), Path(depth_dir)
-        self.name = name or Path(model_dir).resolve().name
+        folder = Path(model_dir).resolve()
+        self.name = name or next(p.name for p in (folder, *folder.parents) if p.name not in ("sparse", "0"))
         self.device = torch.device(device)
         self.tolerance, self.smallest_crop, self.photometric = tolerance, smallest_crop, photometric
         names = [v.name for v in model.views]
@@ -379,7 +382,7 @@ def _find(path: Path) -> tuple[Path, str]:
     raise ValueError(f"{path}: no COLMAP model here (no images.bin or images.txt)")
 
 
-def _guarded(read, file: Path):
+def _guarded(read: Callable[[Path], Parsed], file: Path) -> Parsed:
     """`read(file)`, with whatever a damaged file makes it raise turned into one line."""
     try:
         return read(file)

@@ -40,7 +40,7 @@ def read_depth(path: Path | str) -> np.ndarray:
             raw = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
             if raw is None:
                 raise ValueError("not a depth image")
-            depth = raw.astype(np.float32) / 1000
+            depth = raw.astype(np.float32) / np.float32(1000)
     except (OSError, KeyError, ValueError) as e:
         raise ValueError(f"{path}: no depth map can be read from it ({e})") from e
     if depth.ndim != 2 or depth.size == 0:

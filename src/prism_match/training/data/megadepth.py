@@ -16,12 +16,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from prism_match.files import load_object_arrays
 from prism_match.training.data.colmap import Model, read_model
 from prism_match.training.data.posed import Frame, PosedPairs, spread_weights
 
 log = logging.getLogger(__name__)
 
 DEPTHS = "phoenix/S6/zl548/MegaDepth_v1"
+TEST_SCENES = ("0015", "0022")  # MegaDepth-1500 is made of these: never to be trained on
 KEYS = ("image_paths", "depth_paths", "intrinsics", "poses", "pair_infos")
 
 
@@ -39,20 +41,20 @@ class MegaDepthPairs(PosedPairs):
         """`overlap`: pairs with less or more than this are left out."""
         frames: list[Frame] = []
         pairs, weights = [np.empty((0, 2), np.int64)], [np.empty(0)]
-        scene_infos = [Path(f) for f in scene_infos]
-        for file in scene_infos:
+        files = [Path(f) for f in scene_infos]
+        for file in files:
             found, scene_pairs, score = read_scene_info(Path(root), file)
             chosen = (score >= overlap[0]) & (score <= overlap[1])
-            scene_pairs, score = scene_pairs[chosen], torch.from_numpy(score[chosen])
-            if len(scene_pairs):
-                pairs.append(scene_pairs + len(frames))
-                weights.append(spread_weights(score, torch.ones_like(score)).numpy())
+            if chosen.any():
+                share = torch.from_numpy(score[chosen])
+                pairs.append(scene_pairs[chosen] + len(frames))
+                weights.append(spread_weights(share, torch.ones_like(share)).numpy())
             frames += found
         if not sum(map(len, pairs)):
-            files = ", ".join(str(f) for f in scene_infos[:3]) or "no scene_info files"
-            raise ValueError(f"MegaDepth: no usable pairs in {files}")
-        weights, pairs = np.concatenate(weights), np.concatenate(pairs)
-        super().__init__("megadepth", frames, pairs, weights, device, workers, same_size=True)
+            named = ", ".join(map(str, files[:3])) or "no scene_info files"
+            raise ValueError(f"MegaDepth: no usable pairs in {named}")
+        drawn = np.concatenate(pairs), np.concatenate(weights)
+        super().__init__("megadepth", frames, *drawn, device, workers, same_size=True)
 
 
 def read_scene_info(root: Path, file: Path) -> tuple[list[Frame], np.ndarray, np.ndarray]:
@@ -61,13 +63,12 @@ def read_scene_info(root: Path, file: Path) -> tuple[list[Frame], np.ndarray, np
     Raises ValueError with one line when the file is not what it should be.
     """
     try:
-        with np.load(file, allow_pickle=True) as f:  # the format stores Python objects
-            images, depths, intrinsics, poses, infos = (f[k] for k in KEYS)
+        images, depths, intrinsics, poses, infos = load_object_arrays(file, KEYS)
         pairs = np.array([info[0] for info in infos], np.int64).reshape(-1, 2)
         overlap = np.array([info[1] for info in infos], float)
         if len(pairs) and not 0 <= pairs.min() <= pairs.max() < len(images):
             raise ValueError("a pair names an image that is not listed")
-    except Exception as e:  # unpickling a damaged file can raise anything
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
         raise ValueError(f"{file}: not a scene_info file ({e})") from e
     frames: list[Frame] = []
     rows = np.full(len(images), -1)
@@ -98,10 +99,11 @@ def build_index(
     """Writes one `scene_info` file for each scene that has a model and depth maps; returns their paths.
 
     Uses `Undistorted_SfM/SCENE` where it exists and makes it from the raw SfM model, with pycolmap, where it
-    does not. A scene that cannot be used is named and left out.
+    does not. A scene that cannot be used is named and left out, and so are the scenes of the benchmark.
     """
     root, out = Path(root), Path(out)
-    scenes = sorted(p.name for p in (root / DEPTHS).glob("*") if p.is_dir())
+    folders = sorted(p.name for p in (root / DEPTHS).glob("*") if p.is_dir())
+    scenes = [name for name in folders if name not in TEST_SCENES]
     if not scenes:
         raise ValueError(f"{root / DEPTHS}: no scenes here; unpack MegaDepth v1 into {root}")
     written = []
@@ -158,10 +160,10 @@ def _overlapping(model: Model, usable: np.ndarray, overlap: tuple[float, float])
     """Pairs of views and the share of points they have in common, of the one that sees more."""
     seen = np.array([len(v.points) for v in model.views])
     pairs = []
-    for a in np.flatnonzero(usable):
+    for a in np.flatnonzero(usable).tolist():
         share = model.shared_counts(a) / np.maximum(np.maximum(seen, seen[a]), 1)
         good = usable & (share >= overlap[0]) & (share <= overlap[1])
-        pairs += [(int(a), int(b), float(share[b])) for b in np.flatnonzero(good) if b > a]
+        pairs += [(a, int(b), float(share[b])) for b in np.flatnonzero(good) if b > a]
     return pairs
 
 

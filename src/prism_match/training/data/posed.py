@@ -158,15 +158,15 @@ class PosedPairs:
         return loaded[0], loaded[1]
 
     def _batch(self, good: list[tuple[Loaded, Loaded]], names: tuple[str, ...]) -> PairBatch:
-        sides = [self._stack([pair[k] for pair in good]) for k in (0, 1)]
-        size = sides[0].image.shape[-1]
-        there, back = self._warp_cells(*sides, size), self._warp_cells(*sides[::-1], size)
+        first, second = (self._stack([pair[k] for pair in good]) for k in (0, 1))
+        size = first.image.shape[-1]
+        there, back = self._warp_cells(first, second, size), self._warp_cells(second, first, size)
         cells = (len(good), size // 8, size // 8)
         return PairBatch(
-            sides[0].image, sides[1].image,
+            first.image, second.image,
             there.points.view(*cells, 2), there.visible.view(cells),
             back.points.view(*cells, 2), back.visible.view(cells),
-            sides[0].mask, sides[1].mask, ~there.known.view(cells), ~back.known.view(cells),
+            first.mask, second.mask, ~there.known.view(cells), ~back.known.view(cells),
             names,
         )  # fmt: skip
 

@@ -56,8 +56,7 @@ class RGBDPairs(PosedPairs):
             frames += found
         if not sum(map(len, pairs)):
             raise ValueError(f"{folder}: no two frames overlap by {overlap[0]} to {overlap[1]}")
-        weights, pairs = np.concatenate(weights), np.concatenate(pairs)
-        super().__init__(folder.name, frames, pairs, weights, device, workers)
+        super().__init__(folder.name, frames, np.concatenate(pairs), np.concatenate(weights), device, workers)
 
 
 def find_sequences(folder: Path) -> list[Path]:
@@ -133,8 +132,8 @@ def measure_overlap(frames: list[Frame], device: torch.device | str = "cpu") -> 
     if len(probes) < 2:
         return torch.empty(0, 2, dtype=torch.long), torch.empty(0)
     height = max(d.shape[0] for d, _ in probes)
-    depth = np.stack([np.pad(d, [(0, height - d.shape[0]), (0, 0)]) for d, _ in probes])
-    depth = torch.from_numpy(depth).to(device)
+    padded = np.stack([np.pad(d, [(0, height - d.shape[0]), (0, 0)]) for d, _ in probes])
+    depth = torch.from_numpy(padded).to(device)
     K = torch.from_numpy(np.stack([K for _, K in probes]).astype(np.float32)).to(device)
     T = torch.from_numpy(np.stack([f.T for f in frames])).to(device)
     y, x = torch.meshgrid(*(torch.arange(0.0, n, 2, device=device) for n in depth.shape[1:]), indexing="ij")

@@ -1,0 +1,69 @@
+"""What only a CUDA device can show. Skipped, saying so, where there is none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from prism_match import Matcher
+from prism_match.config import PRESETS
+from prism_match.training.capture import Captured
+from prism_match.training.data.photos import PhotoPairs, PhotoStore
+from prism_match.training.data.worlds.source import Worlds
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
+
+TINY = PRESETS["tiny"].replace(theta_c=0.0)
+
+
+def test_gpu_gives_what_the_cpu_gives(photo: np.ndarray) -> None:
+    here, there = (
+        Matcher(config=TINY, device=device, precision="fp32", size=256).match(photo, photo)
+        for device in ("cpu", "cuda")
+    )
+    assert abs(len(here) - len(there)) <= 0.02 * len(here)
+    partners = [
+        {tuple(p.round(2)): q for p, q in zip(m.keypoints0, m.keypoints1, strict=True)} for m in (here, there)
+    ]
+    shared = partners[0].keys() & partners[1].keys()
+    assert len(shared) > 0.95 * len(here)
+    assert np.median([np.abs(partners[0][p] - partners[1][p]).max() for p in shared]) < 0.05
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_no_matches_is_no_error(precision: str, photo: np.ndarray) -> None:
+    matcher = Matcher(config=TINY.replace(theta_c=0.99), device="cuda", precision=precision, size=256)
+    assert matcher.match(photo, np.zeros_like(photo)).keypoints0.shape == (0, 2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_same_result_twice_and_finite(precision: str, photo: np.ndarray) -> None:
+    matcher = Matcher(device="cuda", precision=precision, threshold=0.0)
+    first, second = (matcher.match(photo, photo[::-1].copy()) for _ in range(2))
+    assert np.isfinite(first.keypoints1).all() and len(first) > 0
+    assert np.array_equal(first.keypoints1, second.keypoints1)
+
+
+def test_batches_give_what_singles_give(photo: np.ndarray) -> None:
+    matcher = Matcher(device="cuda", precision="fp32", size=320)
+    pairs = [(photo, photo[:, ::-1].copy()), (photo, photo), (photo[:300], photo[100:])]
+    for pair, result in zip(pairs, matcher.match_many(pairs, batch_size=3), strict=True):
+        single = matcher.match(*pair)
+        assert abs(len(single) - len(result)) <= max(2, 0.02 * len(single))
+
+
+@pytest.mark.parametrize("kind", [PhotoPairs, Worlds])
+def test_a_recorded_source_gives_the_same_pairs(kind: type) -> None:
+    low = torch.rand(20, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    photos = torch.nn.functional.interpolate(low, size=448, mode="bicubic").clamp(0, 1)[:, 0] * 255
+    source = kind(PhotoStore(photos.to(torch.uint8)), "cuda")
+    recorded = Captured(source)
+    for seed in (1, 2, 1):
+        plain, again = (
+            s.sample(3, 64, torch.Generator("cuda").manual_seed(seed)) for s in (source, recorded)
+        )
+        assert torch.equal(plain.image0, again.image0) and torch.equal(plain.warp1, again.warp1)
