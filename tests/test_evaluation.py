@@ -38,7 +38,7 @@ from prism_match.geometry import warp_points
 from prism_match.matcher import Matcher
 from prism_match.matches import Matches
 from prism_match.model.prism import PRISM
-from prism_match.weights import save_weights
+from prism_match.weights.store import export_weights
 
 SIZE = 200  # not the size of the images, so that going back and forth counts
 
@@ -483,7 +483,7 @@ def test_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, megadepth: Path
 def tiny_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
-    save_weights(path, PRISM(PRESETS["tiny"]), {}, torch.float32)
+    export_weights(path, PRISM(PRESETS["tiny"]).state_dict(), PRESETS["tiny"], {})
     return path
 
 
