@@ -151,7 +151,7 @@ def test_warps_are_mutual_inverses() -> None:
 
 
 def test_images_agree_where_visible(store: PhotoStore) -> None:
-    batch = PhotoPairs(store, photometric=False).sample(8, 128, generator(5))
+    batch = PhotoPairs(store, photometric=False, strangers=0.0).sample(8, 128, generator(5))
     centres = cell_centres(128, 128).expand(8, -1, -1, -1)
     at0 = F.grid_sample(batch.image0, centres * 2 / 127 - 1, align_corners=True)[:, 0]
     at1 = F.grid_sample(batch.image1, batch.warp0 * 2 / 127 - 1, align_corners=True)[:, 0]
@@ -176,7 +176,7 @@ def test_patches_hide_cells_of_both_views() -> None:
 
 
 def test_batches_are_well_formed_and_repeatable(store: PhotoStore) -> None:
-    source = PhotoPairs(store)
+    source = PhotoPairs(store, strangers=0.0)
     batch, again = (source.sample(24, 32, generator(7)) for _ in range(2))
     assert batch.image0.shape == batch.image1.shape == (24, 1, 32, 32)
     assert batch.warp0.shape == (24, 4, 4, 2) and batch.visible1.shape == (24, 4, 4)
@@ -221,3 +221,10 @@ def test_preview_draws_every_pair(store: PhotoStore) -> None:
     sheet = preview(PhotoPairs(store).sample(3, 64, generator(1)), columns=2)
     assert sheet.dtype == np.uint8 and sheet.shape == (2 * 68, 2 * 132, 3)
     assert sheet.std() > 5
+
+
+def test_views_of_different_photos_share_nothing(store):
+    batch = PhotoPairs(store, strangers=1.0).sample(6, 64, generator(2))
+    assert not batch.visible0.any() and not batch.visible1.any()
+    some = PhotoPairs(store, strangers=0.5).sample(64, 64, generator(2))
+    assert 16 < some.visible0.flatten(1).any(1).sum() < 48

@@ -215,21 +215,27 @@ class PhotoPairs:
         device: torch.device | str = "cpu",
         max_scale: float = 4.0,
         photometric: bool = True,
+        strangers: float = 0.06,
     ):
+        """`strangers`: share of pairs whose views are of different photos, so that pruning learns that two
+        images may have nothing in common."""
         self.store, self.device = store.to(device), torch.device(device)
-        self.max_scale, self.photometric = max_scale, photometric
+        self.max_scale, self.photometric, self.strangers = max_scale, photometric, strangers
 
     @torch.no_grad()
     def sample(self, batch: int, size: int, generator: torch.Generator) -> PairBatch:
         draw = Draw(generator)
         to_photo = self._choose_views(draw, batch, size)  # b 2 3 3: pixels of each view -> photo in [0, 1]
-        photo = draw.integer(self.store.count, batch, 3)  # the photo, and a distractor for each view
+        photo = draw.integer(self.store.count, batch, 4)  # the photo, a distractor for each view, a stranger
+        stranger = draw.chance(self.strangers, batch)
+        shown = photo[:, 0], torch.where(stranger, photo[:, 3], photo[:, 0])
         patches = [Patches(draw, batch, size) for _ in range(2)]
         images, truth = [], []
         for i, j in ((0, 1), (1, 0)):
-            image = self._render(to_photo[:, i], photo[:, 0], photo[:, 1 + i], patches[i], size)
+            image = self._render(to_photo[:, i], shown[i], photo[:, 1 + i], patches[i], size)
             images.append(augment(image, generator) if self.photometric else image)
-            truth.append(warp_cells(to_photo[:, i], to_photo[:, j], patches[i], patches[j], size))
+            warp, visible = warp_cells(to_photo[:, i], to_photo[:, j], patches[i], patches[j], size)
+            truth.append((warp, visible & ~stranger.view(-1, 1, 1)))
         return PairBatch(images[0], images[1], *truth[0], *truth[1], names=(self.name,) * batch)
 
     def _choose_views(self, draw: Draw, b: int, size: int) -> Tensor:
