@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prism_match.config import PRESETS, ModelConfig
-from prism_match.model import matching
+from prism_match.model import matching, prism
 from prism_match.model.attention import SADPA, LinearAttention
 from prism_match.model.backbone import ResNetFPN
 from prism_match.model.position import RotaryEncoding, absolute_encoding
@@ -311,6 +311,15 @@ def test_batch_gives_what_singles_give(tiny: PRISM) -> None:
         assert mine.any()
         for key in ("keypoints0", "keypoints1", "confidence"):
             assert_close(together[key][mine], single[key], 1e-4)
+
+
+def test_refining_in_parts_changes_nothing(tiny: PRISM, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"image0": torch.rand(2, 1, 96, 96), "image1": torch.rand(2, 1, 96, 96)}
+    whole = tiny(data)
+    assert len(whole["confidence"]) > 7
+    monkeypatch.setattr(prism, "REFINED_AT_ONCE", 3)
+    for key, value in tiny(data).items():
+        assert_close(value.float(), whole[key].float())
 
 
 def test_same_input_same_result(tiny: PRISM) -> None:

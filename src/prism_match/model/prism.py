@@ -20,6 +20,8 @@ from prism_match.model.refinement import Refinement
 
 CELL = 8  # image pixels along the side of a coarse cell
 STRIDE = 32  # sides of the images inside the model are multiples of the coarsest level's cell
+# Bounds memory, and attention kernels take no more than 65,535 windows.
+REFINED_AT_ONCE = 16384
 # Not cuDNN's, which plans anew for every number of kept cells.
 ATTENTION_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -89,7 +91,9 @@ class PRISM(nn.Module):
             layers = self.transform(a, b, mask0, mask1)
             i, j, k, confidence = self.coarse_matches(layers[-1], a.valid, b.valid, theta_c)
             last = layers[-1]
-            offset, std = self.refinement(a.fine, b.fine, last.coarse0, last.coarse1, (k, i, j))
+            parts = zip(*(x.split(REFINED_AT_ONCE) for x in (k, i, j)), strict=True)
+            refined = [self.refinement(a.fine, b.fine, last.coarse0, last.coarse1, part) for part in parts]
+            offset, std = (torch.cat(column) for column in zip(*refined, strict=True))
         keypoints0 = cell_centre(i, a.coarse.shape[2])
         keypoints1 = cell_centre(j, b.coarse.shape[2]) + offset
         return PairMatches(k, keypoints0, keypoints1, confidence, std, tuple(layers))
