@@ -71,7 +71,8 @@ def estimate(
         if matrix is None:
             return nothing
         if model == "homography":
-            matrix = matrix * np.sign(matrix[2, 2]) / np.linalg.norm(matrix[2])  # one scale and sign for all
+            # One scale and sign for all back ends: points of the image have a positive weight.
+            matrix = matrix * (-1 if matrix[2, 2] < 0 else 1) / np.linalg.norm(matrix[2])
         return Estimate(model, matrix, inliers)
     assert intrinsics0 is not None and intrinsics1 is not None
     k0, k1 = check_intrinsics(intrinsics0), check_intrinsics(intrinsics1)
