@@ -129,8 +129,9 @@ def preview(
     logging.basicConfig(format="%(message)s")
     where = find_device(device)
     options = SourceOptions(photos or (), worlds, colmap or (), megadepth, rgbd or ())
+    sources = make_sources(options, where)
     folder = writable_folder(out)
-    for weighted in make_sources(options, where):
+    for weighted in sources:
         source = weighted.source
         generator = torch.Generator(getattr(source, "device", "cpu")).manual_seed(seed)
         path = folder / f"{source.name}.png"
