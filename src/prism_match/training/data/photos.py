@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism_match.training.data.photometric import Draw, augment
+from prism_match.training.data.texture import flat_cells, forget_flat
 from prism_match.training.pairs import PairBatch, cell_centres
 
 log = logging.getLogger(__name__)
@@ -230,13 +231,15 @@ class PhotoPairs:
         stranger = draw.chance(self.strangers, batch)
         shown = photo[:, 0], torch.where(stranger, photo[:, 3], photo[:, 0])
         patches = [Patches(draw, batch, size) for _ in range(2)]
-        images, truth = [], []
+        images, truth, flat = [], [], []
         for i, j in ((0, 1), (1, 0)):
             image = self._render(to_photo[:, i], shown[i], photo[:, 1 + i], patches[i], size)
+            flat.append(flat_cells(image))
             images.append(augment(image, generator) if self.photometric else image)
             warp, visible = warp_cells(to_photo[:, i], to_photo[:, j], patches[i], patches[j], size)
             truth.append((warp, visible & ~stranger.view(-1, 1, 1)))
-        return PairBatch(images[0], images[1], *truth[0], *truth[1], names=(self.name,) * batch)
+        pairs = PairBatch(images[0], images[1], *truth[0], *truth[1], names=(self.name,) * batch)
+        return forget_flat(pairs, *flat)
 
     def _choose_views(self, draw: Draw, b: int, size: int) -> Tensor:
         """b 2 3 3: the first of several random view pairs whose overlap is between 0.1 and 1."""

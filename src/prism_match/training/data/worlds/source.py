@@ -9,6 +9,7 @@ from torch import Tensor
 
 from prism_match.training.data.photometric import Draw, augment
 from prism_match.training.data.photos import PhotoStore, subpixels
+from prism_match.training.data.texture import flat_cells, forget_flat
 from prism_match.training.data.worlds.families import FAMILIES, RECTS, ROUNDS, Family, Rig, place
 from prism_match.training.data.worlds.render import Light, View, cast, dot, make_view, shade, world_rays
 from prism_match.training.data.worlds.scene import (
@@ -80,10 +81,12 @@ class Worlds:
         """The images of 2b views, each in its own light, and their ground truth."""
         light = random_light(Draw(generator), views, self.store.count)
         images = self._render(views, light, size)
+        flat = flat_cells(images).chunk(2)
         images = augment(images, generator) if self.photometric else images.clamp(0, 1)
         warp, visible = warp_cells(views, size)
         (image0, image1), (warp0, warp1), (visible0, visible1) = (t.chunk(2) for t in (images, warp, visible))
-        return PairBatch(image0, image1, warp0, visible0, warp1, visible1, names=(self.name,) * len(image0))
+        pairs = PairBatch(image0, image1, warp0, visible0, warp1, visible1, names=(self.name,) * len(image0))
+        return forget_flat(pairs, *flat)
 
     def _build(self, draw: Draw, batch: int) -> tuple[Scene, Rig]:
         """`batch` worlds with an equal share of each family, in random order."""
