@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import cv2
@@ -29,6 +30,15 @@ def tiny() -> PRISM:
             logit = model.transform(a, b, a.valid, b.valid)[layer].logit0
             mpm.pruning.phi[-1].bias -= logit[logit.isfinite()].quantile(0.3)
     return model
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """So small a model is fastest on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

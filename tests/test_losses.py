@@ -28,6 +28,8 @@ from prism_match.training.supervision import CoarseTruth
 B, H, W, C = 3, 4, 5, 8
 N = H * W
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def random_truth(generator: torch.Generator) -> CoarseTruth:
     """Pair 0 has many matches, pair 1 one, pair 2 none; some cells are neither matchable nor not."""
@@ -50,15 +52,6 @@ def random_layer(generator: torch.Generator, keep: bool) -> LayerState:
     logits = torch.randn(2, B, H, W, generator=generator)
     kept = torch.rand(2, B, H, W, generator=generator) < 0.8
     return LayerState(*features, *(kept if keep else (None, None)), *logits)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """So small a model is fastest on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -97,7 +90,9 @@ def test_coarse_loss_is_the_mean_of_minus_log_p(generator, masked, weighted):
 
 
 def test_coarse_loss_agrees_with_the_model_s_own_confidence(generator):
-    from prism_match.model.matching import log_confidence, similarity
+    from reference import log_confidence
+
+    from prism_match.model.matching import similarity
 
     truth, layer = random_truth(generator), random_layer(generator, keep=False)
     loss, _ = coarse_loss(layer, truth, temperature=0.1, weighted=True)

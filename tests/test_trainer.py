@@ -35,14 +35,7 @@ from prism_match.weights.store import export_weights
 
 TINY = PRESETS["tiny"].replace(phases=(Phase(0.0, 64, 2),), log_every=2, warmup=2)
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """So small a model is fastest on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trainer(run: Path, source=None, **changes) -> Trainer:

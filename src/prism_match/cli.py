@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from prism_match import __version__
+from prism_match.cli_options import DeviceOption, Precision, PrecisionOption
 from prism_match.errors import UserError
 from prism_match.evaluation.commands import evaluate
 from prism_match.training.commands import data, train
@@ -33,13 +34,6 @@ app = typer.Typer(
 )
 
 
-class Precision(str, Enum):
-    auto = "auto"
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
 class Geometry(str, Enum):
     fundamental = "fundamental"
     homography = "homography"
@@ -48,8 +42,6 @@ class Geometry(str, Enum):
 OutOption = Annotated[Path, typer.Option("-o", "--out", help="Folder for the results; made if need be.")]
 SizeOption = Annotated[Optional[int], typer.Option(help="Longer side to resize to, in pixels [832].")]
 ThresholdOption = Annotated[Optional[float], typer.Option(help="Least confidence of a match [the model's].")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-PrecisionOption = Annotated[Precision, typer.Option(help="auto: bf16 on a GPU, fp32 elsewhere.")]
 WeightsOption = Annotated[Optional[Path], typer.Option(help="A .safetensors file [the shipped weights].")]
 ConfigOption = Annotated[
     Optional[str], typer.Option(help="A preset (paper, tiny, ...) or a .toml/.json file.")
@@ -93,15 +85,15 @@ def match(
     from prism_match.files import writable_folder
     from prism_match.images import load_image, load_mask
 
+    # Before the model is loaded: what is wrong with a file should not take seconds to be told.
     first, second = load_image(image0), load_image(image1)
-    for mask, image in ((mask0, first), (mask1, second)):
-        if mask is not None:
-            load_mask(mask, image)
+    region0 = None if mask0 is None else load_mask(mask0, first)
+    region1 = None if mask1 is None else load_mask(mask1, second)
     matcher = make_matcher(weights, model_config, device, precision, size, threshold, max_matches)
     folder = writable_folder(out)
     with busy("matching"):
         start = time.perf_counter()
-        matches = matcher.match(image0, image1, mask0, mask1, details=True)
+        matches = matcher.match(first, second, region0, region1, details=True)
         seconds = time.perf_counter() - start
     estimate = matches.estimate(geometry.value)
     files = write_results(matches, estimate, folder)
@@ -128,13 +120,15 @@ def demo(
 
     from prism_match.files import writable_folder
     from prism_match.geometry import warp_points
+    from prism_match.images import load_image
 
     assets = Path(__file__).parent / "assets"
     matcher = make_matcher(weights, model_config, device, Precision.auto, size, None, None)
     folder = writable_folder(out)
     with busy("matching"):
         start = time.perf_counter()
-        matches = matcher.match(assets / "astronaut0.jpg", assets / "astronaut1.jpg", details=True)
+        photos = (load_image(assets / f"astronaut{n}.jpg") for n in (0, 1))
+        matches = matcher.match(*photos, details=True)
         seconds = time.perf_counter() - start
     truth = warp_points(matches.keypoints0, np.loadtxt(assets / "astronaut_homography.txt"))
     errors = np.linalg.norm(matches.keypoints1 - truth, axis=1)

@@ -6,9 +6,11 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from prism_match.errors import UserError
+
+Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True)
@@ -106,17 +108,25 @@ PRESETS: dict[str, ModelConfig] = {
 
 def load_model_config(name_or_file: str | Path) -> ModelConfig:
     """A preset by its name, or the settings in a .json or .toml file (unset ones: the paper's)."""
-    if str(name_or_file) in PRESETS:
-        return PRESETS[str(name_or_file)]
-    path = Path(name_or_file)
-    if not path.is_file():
-        raise UserError(f"{name_or_file}: neither a file nor one of {', '.join(PRESETS)}")
+    path = preset_or_file(name_or_file, PRESETS)
+    if isinstance(path, ModelConfig):
+        return path
     try:
         text = path.read_text(encoding="utf-8")
         values = parse_toml(text) if path.suffix == ".toml" else json.loads(text)
         return ModelConfig.from_dict(values)
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: {error}") from error
+
+
+def preset_or_file(name_or_file: str | Path, presets: dict[str, Settings]) -> Settings | Path:
+    """The preset of that name, or the path of a file that is there."""
+    if str(name_or_file) in presets:
+        return presets[str(name_or_file)]
+    path = Path(name_or_file)
+    if not path.is_file():
+        raise UserError(f"{name_or_file}: neither a file nor one of {', '.join(presets)}")
+    return path
 
 
 def parse_toml(text: str) -> dict[str, Any]:

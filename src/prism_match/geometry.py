@@ -216,6 +216,11 @@ def warp_points(points: np.ndarray, homography: np.ndarray) -> np.ndarray:
     return to_points(to_homogeneous(np.asarray(points, dtype=np.float64)) @ homography.T)
 
 
+def resize_matrix(sx: float, sy: float) -> np.ndarray:
+    """3 3: a resize, which maps x to (x + 0.5) * s - 0.5; for points and, from the left, for intrinsics."""
+    return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1]])
+
+
 def skew(v: np.ndarray) -> np.ndarray:
     """The matrix [v]x, so that [v]x u is the cross product."""
     return np.array([[0, -v[2], v[1]], [v[2], 0, -v[0]], [-v[1], v[0], 0]])

@@ -13,6 +13,7 @@ import cv2
 import numpy as np
 
 from prism_match.errors import UserError
+from prism_match.files import atomic_path
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -174,6 +175,12 @@ def resize(array: np.ndarray, width: int, height: int) -> np.ndarray:
         return array
     shrinks = width * height < array.shape[1] * array.shape[0]
     return cv2.resize(array, (width, height), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
+
+
+def write_png(path: str | os.PathLike[str], pixels: np.ndarray) -> None:
+    """h w or h w 3 (RGB), uint8; whole or not at all."""
+    with atomic_path(Path(path)) as temporary:
+        temporary.write_bytes(encode_png(pixels))
 
 
 def encode_png(pixels: np.ndarray) -> bytes:

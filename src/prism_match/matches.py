@@ -14,7 +14,7 @@ import numpy as np
 from prism_match.errors import UserError
 from prism_match.files import atomic_path
 from prism_match.geometry import Estimate, Model, estimate
-from prism_match.images import Image, ImageLike, encode_png, load_image
+from prism_match.images import Image, ImageLike, load_image, write_png
 
 FORMATS = (".npz", ".json", ".csv", ".h5")
 
@@ -102,8 +102,7 @@ class Matches:
             image0.rgb, image1.rgb, self.keypoints0, self.keypoints1, self.scores, **options
         )
         if path is not None:
-            with atomic_path(path) as temporary:
-                temporary.write_bytes(encode_png(picture))
+            write_png(path, picture)
         return picture
 
     def image(self, which: int, given: ImageLike | None = None) -> Image:

@@ -10,6 +10,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from prism_match.cli_options import DeviceOption, Precision, PrecisionOption
 from prism_match.errors import UserError
 
 
@@ -32,13 +33,6 @@ class Ransac(str, Enum):
     poselib = "poselib"
 
 
-class Precision(str, Enum):
-    auto = "auto"
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
 def evaluate(
     benchmark: Annotated[Benchmark, typer.Argument(help="What to measure.", show_default=False)],
     data: Annotated[Path, typer.Option(help="Root of the benchmark's data; for pairs the text file.")],
@@ -52,10 +46,8 @@ def evaluate(
     ] = None,
     pairs: Annotated[Optional[int], typer.Option(help="Only so many, chosen by the seed [all].")] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same numbers.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    precision: Annotated[Precision, typer.Option(help="auto: bf16 on a GPU, fp32 elsewhere.")] = (
-        Precision.auto
-    ),
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = Precision.auto,
     batch: Annotated[int, typer.Option(help="Pairs of equal size matched at a time.")] = 1,
     confidence: Annotated[
         Optional[float], typer.Option(help="Least confidence of a match [the model's theta_c].")

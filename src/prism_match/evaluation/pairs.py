@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from prism_match.errors import UserError
+from prism_match.geometry import resize_matrix
 
 AnyPair = TypeVar("AnyPair", bound="Pair")
 IMAGE_SUFFIXES = (".ppm", ".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
@@ -119,5 +120,4 @@ def scale_points(points: np.ndarray, size: tuple[int, int], new_size: tuple[int,
 
 def scaling(size: tuple[int, int], new_size: tuple[int, int]) -> np.ndarray:
     """3 3: what `scale_points` does, as a matrix; it also takes intrinsics along."""
-    sx, sy = np.array(new_size, dtype=float) / np.array(size, dtype=float)
-    return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1]])
+    return resize_matrix(new_size[0] / size[0], new_size[1] / size[1])

@@ -19,7 +19,7 @@ from prism_match.evaluation.pose import points_in_frames
 from prism_match.evaluation.published import PUBLISHED
 from prism_match.evaluation.runner import Clock, Result, Score, match_all, write_json
 from prism_match.files import atomic_path, writable_folder
-from prism_match.images import encode_png, load_image
+from prism_match.images import load_image, write_png
 from prism_match.matches import Matches
 
 SHOWN = 5  # worst and best pairs that are drawn
@@ -81,8 +81,7 @@ class Report:
         if self.evidence is not None:
             pictures |= draw_extremes(self.evidence)
         for name, picture in pictures.items():
-            with atomic_path(folder / name) as temporary:
-                temporary.write_bytes(encode_png(picture))
+            write_png(folder / name, picture)
             written.append(folder / name)
         return written
 
@@ -160,7 +159,8 @@ def fact_cells(result: Result) -> list[str]:
 # ---- pictures
 
 COLOURS = [(214, 39, 40), (31, 119, 180), (44, 160, 44), (255, 127, 14), (148, 103, 189), (140, 86, 75)]
-FONT = cv2.FONT_HERSHEY_SIMPLEX
+GRAY = (60, 60, 60)
+SMALL = 0.4  # size of letters
 
 
 def draw_curves(results: dict[str, Result]) -> np.ndarray:
@@ -174,17 +174,19 @@ def draw_curves(results: dict[str, Result]) -> np.ndarray:
 
     for n in range(6):
         cv2.line(picture, at(0, n / 5), at(limit, n / 5), (225, 225, 225), 1)
-        put(picture, f"{20 * n} %", (14, at(0, n / 5)[1] + 4))
+        viz.put_text(picture, f"{20 * n} %", (14, at(0, n / 5)[1] + 4), GRAY, SMALL)
     for threshold in first.thresholds:
         cv2.line(picture, at(threshold, 0), at(threshold, 1), (225, 225, 225), 1)
-        put(picture, f"{threshold:g}", (at(threshold, 0)[0] - 6, top + height + 18))
-    put(picture, f"share of pairs over their error; {describe(first)}", (left, top + height + 40))
+        viz.put_text(picture, f"{threshold:g}", (at(threshold, 0)[0] - 6, top + height + 18), GRAY, SMALL)
+    caption = f"share of pairs over their error; {describe(first)}"
+    viz.put_text(picture, caption, (left, top + height + 40), GRAY, SMALL)
     for n, (name, result) in enumerate(results.items()):
         colour = COLOURS[n % len(COLOURS)]
         line = [at(*point) for point in recall_curve(result, limit)]
         cv2.polylines(picture, [np.array(line, np.int32)], False, colour, 2, cv2.LINE_AA)
         text = f"{name}: {' / '.join(auc_cells(result))}"
-        put(picture, text, (left + 200, top + height - 12 - 18 * (len(results) - 1 - n)), colour)
+        line_at = (left + 200, top + height - 12 - 18 * (len(results) - 1 - n))
+        viz.put_text(picture, text, line_at, colour, SMALL)
     return picture
 
 
@@ -192,10 +194,6 @@ def recall_curve(result: Result, limit: float) -> list[tuple[float, float]]:
     errors = sorted(s.error for s in result.scores if s.error <= limit)
     points = [(0.0, 0.0), *((e, (n + 1) / len(result.scores)) for n, e in enumerate(errors))]
     return [*points, (limit, points[-1][1])]
-
-
-def put(picture: np.ndarray, text: str, at: tuple[int, int], colour: tuple[int, ...] = (60, 60, 60)) -> None:
-    cv2.putText(picture, text, at, FONT, 0.4, colour, 1, cv2.LINE_AA)
 
 
 def draw_extremes(evidence: Evidence) -> dict[str, np.ndarray]:

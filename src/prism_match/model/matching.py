@@ -23,29 +23,6 @@ def similarity(tokens0: Tensor, tokens1: Tensor, temperature: float) -> Tensor:
         return (tokens0.float() * scale) @ (tokens1.float() * scale).mT
 
 
-def log_confidence(
-    s: Tensor,
-    log_nmi0: Tensor | None,
-    log_nmi1: Tensor | None,
-    keep0: Tensor | None = None,
-    keep1: Tensor | None = None,
-) -> Tensor:
-    """log P (b n m) of the whole similarity matrix, as training needs it; pruned cells (keep: b n,
-    b m) take no part in either softmax. No log_nmi: the unweighted softmax."""
-    rows = s if keep1 is None else s.masked_fill(~keep1[:, None, :], -torch.inf)
-    columns = s if keep0 is None else s.masked_fill(~keep0[:, :, None], -torch.inf)
-    out = 2 * s - logsumexp(rows, dim=2)[:, :, None] - logsumexp(columns, dim=1)[:, None, :]
-    if log_nmi0 is not None and log_nmi1 is not None:
-        out = out + log_nmi0[:, :, None] + log_nmi1[:, None, :]
-    return out
-
-
-def logsumexp(s: Tensor, dim: int) -> Tensor:
-    """As torch.logsumexp, but with a zero gradient instead of NaN where everything is -inf."""
-    top = s.detach().amax(dim=dim, keepdim=True).clamp(min=-1e30)
-    return (s - top).exp().sum(dim=dim).clamp(min=1e-30).log() + top.squeeze(dim)
-
-
 def mutual_matches(
     tokens0: Tensor,
     tokens1: Tensor,

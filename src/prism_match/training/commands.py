@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from prism_match.cli_options import DeviceOption
 from prism_match.config import ModelConfig
 from prism_match.errors import UserError
 
@@ -22,7 +23,6 @@ ColmapOption = Annotated[
 ]
 MegaDepthOption = Annotated[Optional[Path], typer.Option(help="MegaDepth (see `prism data megadepth`).")]
 RgbdOption = Annotated[Optional[list[Path]], typer.Option(help="RGB-D sequence with poses, or ScanNet.")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 
 
 def train(
@@ -119,9 +119,9 @@ def preview(
     import torch
 
     from prism_match.files import writable_folder
+    from prism_match.images import write_png
     from prism_match.matcher import find_device
     from prism_match.training.data.preview import preview as draw
-    from prism_match.training.samples import write_picture
     from prism_match.training.sources import SourceOptions, make_sources
 
     if size < 32 or size % 32:
@@ -135,7 +135,7 @@ def preview(
         source = weighted.source
         generator = torch.Generator(getattr(source, "device", "cpu")).manual_seed(seed)
         path = folder / f"{source.name}.png"
-        write_picture(path, draw(source.sample(pairs, size, generator)))
+        write_png(path, draw(source.sample(pairs, size, generator)))
         print(path)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prism_match.config import PRESETS as MODEL_PRESETS
-from prism_match.config import ModelConfig, parse_toml
+from prism_match.config import ModelConfig, parse_toml, preset_or_file
 from prism_match.errors import UserError
 from prism_match.training.step import LossConfig
 
@@ -118,11 +118,9 @@ PRESETS: dict[str, TrainConfig] = {
 def load_train_config(name_or_file: str | Path) -> TrainConfig:
     """A preset by its name, or a TOML file: keys of TrainConfig, `preset` (what it starts from), `phases` as
     [[start, size, batch], ...], and the tables [model] and [loss]."""
-    if str(name_or_file) in PRESETS:
-        return PRESETS[str(name_or_file)]
-    path = Path(name_or_file)
-    if not path.is_file():
-        raise UserError(f"{name_or_file}: neither a file nor one of {', '.join(PRESETS)}")
+    path = preset_or_file(name_or_file, PRESETS)
+    if isinstance(path, TrainConfig):
+        return path
     try:
         values = parse_toml(path.read_text(encoding="utf-8"))
         base = PRESETS[values.pop("preset", "paper")]

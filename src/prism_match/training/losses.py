@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prism_match.model.matching import logsumexp, similarity
+from prism_match.model.matching import similarity
 from prism_match.model.prism import LayerState
 from prism_match.training.supervision import CoarseTruth
 
@@ -40,6 +40,12 @@ def coarse_loss(
         log_p = log_p + F.logsigmoid(last.logit0.flatten(1)) + nmi1.gather(1, match)
     order = 2 * s.detach() + (nmi1 - columns).detach()[:, None]
     return _pair_mean(-log_p, true, fewest), _without(order, last.keep1, dim=2)
+
+
+def logsumexp(s: Tensor, dim: int) -> Tensor:
+    """As torch.logsumexp, but with a zero gradient instead of NaN where everything is -inf."""
+    top = s.detach().amax(dim=dim, keepdim=True).clamp(min=-1e30)
+    return (s - top).exp().sum(dim=dim).clamp(min=1e-30).log() + top.squeeze(dim)
 
 
 @torch.no_grad()

@@ -18,7 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-CELL = 8  # pixels along the side of one coarse cell
+from prism_match.model.prism import CELL
+
+__all__ = ["CELL", "PairBatch", "PairSource", "cell_centres"]
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import cv2
 import numpy as np
 import torch
 
-from prism_match.errors import UserError
-from prism_match.files import atomic_path
 from prism_match.model.prism import CELL, PRISM
 from prism_match.training.pairs import PairBatch
+from prism_match.viz import put_text
 
 GOOD = 3.0  # pixels: a match no farther from the truth is drawn in green
-GREEN, RED = (80, 220, 80), (60, 60, 240)
+GREEN, RED, YELLOW = (80, 220, 80), (240, 60, 60), (255, 255, 0)
 
 
 @torch.no_grad()
 def draw_predictions(model: PRISM, batch: PairBatch, lines: int = 80) -> np.ndarray:
-    """BGR, uint8: the pairs below each other, at most `lines` matches each, and how many are right."""
+    """RGB, uint8: the pairs below each other, at most `lines` matches each, and how many are right."""
     mode = model.training
     model.eval()
     a, b = model.extract(batch.image0, batch.mask0), model.extract(batch.image1, batch.mask1)
@@ -41,7 +38,7 @@ def draw_predictions(model: PRISM, batch: PairBatch, lines: int = 80) -> np.ndar
 def _draw(
     left: np.ndarray, right: np.ndarray, p0: np.ndarray, p1: np.ndarray, good: np.ndarray, lines: int
 ) -> np.ndarray:
-    canvas = cv2.cvtColor(np.hstack([left, right]), cv2.COLOR_GRAY2BGR)
+    canvas = cv2.cvtColor(np.hstack([left, right]), cv2.COLOR_GRAY2RGB)
     chosen = np.linspace(0, len(p0) - 1, min(lines, len(p0))).astype(int)
     for i in chosen[np.argsort(good[chosen])[::-1]]:  # the wrong ones last, on top
         start = tuple(int(round(float(v))) for v in p0[i])
@@ -49,11 +46,5 @@ def _draw(
         cv2.line(canvas, start, end, GREEN if good[i] else RED, 1, cv2.LINE_AA)
     share = good.mean() if len(good) else 0.0
     label = f"{len(p0)} matches, {share:.0%} right"
-    cv2.putText(canvas, label, (4, 14), cv2.FONT_HERSHEY_SIMPLEX, 0.4, (0, 255, 255), 1, cv2.LINE_AA)
+    put_text(canvas, label, (4, 14), YELLOW, scale=0.4)
     return canvas
-
-
-def write_picture(path: Path, picture: np.ndarray) -> None:
-    with atomic_path(path) as temporary:
-        if not cv2.imwrite(str(temporary), picture):
-            raise UserError(f"{path}: cannot be written")

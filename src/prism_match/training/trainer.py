@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from prism_match.errors import UserError
 from prism_match.files import writable_folder
+from prism_match.images import write_png
 from prism_match.model.prism import PRISM
 from prism_match.training.checkpoint import (
     Checkpoint,
@@ -33,7 +34,7 @@ from prism_match.training.checkpoint import (
 from prism_match.training.config import TrainConfig
 from prism_match.training.feed import Feed, Mixer, Weighted
 from prism_match.training.pairs import PairBatch
-from prism_match.training.samples import draw_predictions, write_picture
+from prism_match.training.samples import draw_predictions
 from prism_match.training.step import METRICS, TrainingStep, Work
 from prism_match.training.world import join_world
 from prism_match.weights.store import export_weights
@@ -257,7 +258,7 @@ class Trainer:
         if self.world.first and self.latest is not None:
             chosen = torch.linspace(0, len(self.latest) - 1, min(count, len(self.latest))).long()
             some = self.latest.map(lambda t: t[chosen.to(t.device)])
-            write_picture(self.run / "samples.png", draw_predictions(self.average, some))
+            write_png(self.run / "samples.png", draw_predictions(self.average, some))
 
     # ---- what stays of it
 

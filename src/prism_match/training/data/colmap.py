@@ -22,7 +22,7 @@ from torch import Tensor
 from prism_match.training.data.files import read_depth, read_gray
 from prism_match.training.data.photometric import augment
 from prism_match.training.data.posed import OVERLAP_BINS, scale_intrinsics, spread_weights
-from prism_match.training.pairs import PairBatch, cell_centres
+from prism_match.training.pairs import CELL, PairBatch, cell_centres
 from prism_match.training.supervision import Warp, depth_at, warp_by_depth
 
 Parsed = TypeVar("Parsed")
@@ -307,7 +307,7 @@ class ColmapPairs:
             image0, image1 = augment(torch.cat([image0, image1]), generator).chunk(2)
         there = self._warp_cells(views[:, 0], views[:, 1], crops[0], crops[1], size)
         back = self._warp_cells(views[:, 1], views[:, 0], crops[1], crops[0], size)
-        cells = (batch, size // 8, size // 8)
+        cells = (batch, size // CELL, size // CELL)
         return PairBatch(
             image0, image1,
             there.points.view(*cells, 2), there.visible.view(cells),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import cv2
 import h5py
 import numpy as np
+
+from prism_match.files import atomic_path
 
 
 def read_gray(path: Path | str) -> np.ndarray:
@@ -59,10 +60,5 @@ def write_depth(path: Path | str, depth: np.ndarray) -> None:
     # 11 bits of mantissa are a step of 0.05 %, finer than any depth here; the zeros after them compress.
     bits = np.ascontiguousarray(depth, np.float32).view(np.uint32)
     depth = ((bits + 0x800) & np.uint32(0xFFFFF000)).view(np.float32)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with h5py.File(temporary, "w") as f:
-            f.create_dataset("depth", data=depth, compression="gzip", shuffle=True)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomic_path(path) as temporary, h5py.File(temporary, "w") as f:
+        f.create_dataset("depth", data=depth, compression="gzip", shuffle=True)

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prism_match.geometry import resize_matrix
 from prism_match.training.data.files import read_depth, read_gray
-from prism_match.training.pairs import PairBatch, cell_centres
+from prism_match.training.pairs import CELL, PairBatch, cell_centres
 from prism_match.training.supervision import Warp, warp_by_depth
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,8 @@ def spread_weights(overlap: Tensor, ratio: Tensor) -> Tensor:
 
 
 def scale_intrinsics(K: np.ndarray, sx: float, sy: float) -> np.ndarray:
-    """3 3: intrinsics after a resize, which maps x to (x + 0.5) * s - 0.5."""
-    return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1]]) @ K
+    """3 3: intrinsics after a resize."""
+    return resize_matrix(sx, sy) @ K
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class PosedPairs:
         first, second = (self._stack([pair[k] for pair in good]) for k in (0, 1))
         size = first.image.shape[-1]
         there, back = self._warp_cells(first, second, size), self._warp_cells(second, first, size)
-        cells = (len(good), size // 8, size // 8)
+        cells = (len(good), size // CELL, size // CELL)
         return PairBatch(
             first.image, second.image,
             there.points.view(*cells, 2), there.visible.view(cells),
