@@ -11,9 +11,11 @@ from pairs_for_tests import ShiftedTextures
 from prism_match.config import PRESETS, ModelConfig
 from prism_match.model.backbone import double
 from prism_match.model.prism import PRISM, LayerState
+from prism_match.model.refinement import expectation
 from prism_match.training.losses import (
     Sampled,
     coarse_loss,
+    heat_loss,
     match_accuracy,
     pruning_loss,
     pruning_metrics,
@@ -173,6 +175,27 @@ def test_refinement_loss_is_weighted_by_certainty(generator):
     assert refinement_loss(offset, std, sampled, reach=4.0).item() == pytest.approx(expected, rel=1e-5)
     median = sorted(errors)[(len(errors) - 1) // 2]
     assert refinement_error(offset, sampled).item() == pytest.approx(median, rel=1e-5)
+
+
+def test_heat_loss_asks_for_the_true_point_between_pixels(generator):
+    target = torch.rand(B, 2, 2, generator=generator) * 8 - 4  # pixels; a pixel of the heat map is two
+    target[0, 0] = 0.0
+    usable = torch.tensor([[1, 1], [0, 1], [0, 0]]).bool()
+    index = torch.zeros(2 * B, dtype=torch.int64)
+    sampled = Sampled(index, index, index, target, usable)
+    log_heat = torch.randn(2 * B, 5, 5, generator=generator).flatten(1).log_softmax(1).view(-1, 5, 5)
+    ideal, expected = torch.zeros(2 * B, 5, 5), 0.0
+    for n, (x, y) in enumerate((target.view(-1, 2) / 2 + 2).tolist()):
+        for row in range(5):
+            for column in range(5):
+                ideal[n, row, column] = max(0.0, 1 - abs(column - x)) * max(0.0, 1 - abs(row - y))
+        b = n // 2
+        if usable[b, n % 2]:
+            expected -= float((ideal[n] * log_heat[n]).sum()) / int(usable[b].sum()) / B
+    assert heat_loss(log_heat, sampled).item() == pytest.approx(expected, rel=1e-5)
+    best = ideal.clamp(min=1e-12).log()
+    assert torch.allclose(expectation(best)[0], target.view(-1, 2), atol=1e-4)
+    assert heat_loss(best, sampled) < heat_loss(log_heat, sampled)
 
 
 def test_no_gradient_flows_into_the_certainty(generator):

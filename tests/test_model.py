@@ -16,7 +16,7 @@ from prism_match.model.backbone import ResNetFPN
 from prism_match.model.position import RotaryEncoding, absolute_encoding
 from prism_match.model.prism import PRISM, away_from_border, cell_centre
 from prism_match.model.pruning import Cells, Selection
-from prism_match.model.refinement import Refinement
+from prism_match.model.refinement import Refinement, expectation
 
 
 def assert_close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> None:
@@ -267,7 +267,7 @@ def test_windows_are_cut_around_the_cell_centre(window: int) -> None:
 def test_expectation_equals_loops() -> None:
     refinement = Refinement(coarse_dim=8, fine_dim=4, heads=2, window=5)
     middle, window = torch.randn(3, 4), torch.randn(3, 5, 5, 4)
-    offset, std = refinement.expectation(middle, window)
+    offset, std = expectation(refinement.heat(middle, window))
     for n in range(3):
         score = torch.tensor([float(middle[n] @ window[n, y, x]) / 2 for y in range(5) for x in range(5)])
         heat = score.softmax(0)
@@ -284,7 +284,7 @@ def test_refinement_attends_as_sadpa_does() -> None:
     fine0, fine1 = torch.randn(1, 8, 8, 8), torch.randn(1, 8, 8, 8)
     coarse0, coarse1 = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8)
     match = torch.tensor([0, 0]), torch.tensor([0, 3]), torch.tensor([2, 1])
-    offset, _ = refinement(fine0, fine1, coarse0, coarse1, match)
+    offset, _ = expectation(refinement(fine0, fine1, coarse0, coarse1, match))
     every = torch.ones(3, 3, dtype=torch.bool)
     for n in range(2):
         a = refinement.cut_windows(fine0, coarse0, match[0][n : n + 1], match[1][n : n + 1])[0]
@@ -295,7 +295,7 @@ def test_refinement_attends_as_sadpa_does() -> None:
             reference.sadpa(cross, a, b, every, every, every),
             reference.sadpa(cross, b, a, every, every, every),
         )
-        expected, _ = refinement.expectation(a[1, 1][None], b[None])
+        expected, _ = expectation(refinement.heat(a[1, 1][None], b[None]))
         assert_close(offset[n], expected[0], 1e-4)
 
 
@@ -357,9 +357,8 @@ def test_every_ablation_runs_forward_and_backward(name: str) -> None:
     last = model.transform(a, b, a.valid, b.valid)[-1]
     s = matching.similarity(last.coarse0.flatten(1, 2), last.coarse1.flatten(1, 2), model.config.temperature)
     index = torch.arange(2)
-    offset, std = model.refinement(
-        a.fine, b.fine, last.coarse0, last.coarse1, (index, index + 20, index + 30)
-    )
+    match = (index, index + 20, index + 30)
+    offset, std = expectation(model.refinement(a.fine, b.fine, last.coarse0, last.coarse1, match))
     loss = -reference.log_confidence(s, None, None)[:, 20, 30].sum() + offset.square().sum() + std.sum()
     if last.logit0 is not None and last.logit1 is not None:
         loss = loss + last.logit0.square().sum() + last.logit1.square().sum()

@@ -16,7 +16,7 @@ from prism_match.model.backbone import ResNetFPN
 from prism_match.model.matching import mutual_matches
 from prism_match.model.position import absolute_encoding
 from prism_match.model.pruning import Cells, CosinePruning, PatchPruning, map_extent
-from prism_match.model.refinement import Refinement
+from prism_match.model.refinement import Refinement, expectation
 
 CELL = 8  # image pixels along the side of a coarse cell
 STRIDE = 32  # sides of the images inside the model are multiples of the coarsest level's cell
@@ -92,8 +92,8 @@ class PRISM(nn.Module):
             i, j, k, confidence = self.coarse_matches(layers[-1], a.valid, b.valid, theta_c)
             last = layers[-1]
             parts = zip(*(x.split(REFINED_AT_ONCE) for x in (k, i, j)), strict=True)
-            refined = [self.refinement(a.fine, b.fine, last.coarse0, last.coarse1, part) for part in parts]
-            offset, std = (torch.cat(column) for column in zip(*refined, strict=True))
+            heat = [self.refinement(a.fine, b.fine, last.coarse0, last.coarse1, part) for part in parts]
+            offset, std = expectation(torch.cat(heat))
         keypoints0 = cell_centre(i, a.coarse.shape[2])
         keypoints1 = cell_centre(j, b.coarse.shape[2]) + offset
         return PairMatches(k, keypoints0, keypoints1, confidence, std, tuple(layers))

@@ -39,10 +39,10 @@ class Refinement(nn.Module):
         coarse0: Tensor,
         coarse1: Tensor,
         match: tuple[Tensor, Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         """fine: b c h/2 w/2; coarse: b h/8 w/8 c, after the MPMs; match: (batch, cell of A, cell of
-        B), each m. Returns the offset (x, y) in image pixels of the match in image B from the centre
-        of its cell (m 2), and the standard deviation (m), both float32."""
+        B), each m. Returns the logarithm of each match's heat map (m window window), float32; `expectation`
+        tells what it means."""
         batch, cell0, cell1 = match
         window0 = self.cut_windows(fine0, coarse0, batch, cell0)
         window1 = self.cut_windows(fine1, coarse1, batch, cell1)
@@ -52,7 +52,7 @@ class Refinement(nn.Module):
             self.cross_attention(window0, window1, cells, cells),
             self.cross_attention(window1, window0, cells, cells),
         )
-        return self.expectation(window0[:, self.window // 2, self.window // 2], window1)
+        return self.heat(window0[:, self.window // 2, self.window // 2], window1)
 
     def cut_windows(self, fine: Tensor, coarse: Tensor, batch: Tensor, cell: Tensor) -> Tensor:
         """m window window c: the fine features around each cell's centre, told what the cell knows."""
@@ -68,14 +68,21 @@ class Refinement(nn.Module):
         context = context[:, None, None].expand(-1, self.window, self.window, -1)
         return self.merge(torch.cat([window, context.to(window.dtype)], dim=-1))
 
-    def expectation(self, middle: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
-        """middle: m c; window: m w w c."""
+    def heat(self, middle: Tensor, window: Tensor) -> Tensor:
+        """middle: m c; window: m w w c. The logarithm of the softmax of their correlation: m w w."""
         with torch.autocast(middle.device.type, enabled=False):
             score = torch.einsum("mc,myxc->myx", middle.float(), window.float()) * middle.shape[-1] ** -0.5
-            heat = score.flatten(1).softmax(dim=1).view_as(score)
-            steps = torch.arange(self.window, device=heat.device) - float(self.window // 2)
-            along_x, along_y = heat.sum(dim=1), heat.sum(dim=2)  # m w
-            mean = torch.stack([along_x @ steps, along_y @ steps], dim=1)
-            square = torch.stack([along_x @ steps**2, along_y @ steps**2], dim=1)
-            std = (square - mean**2).clamp(min=1e-10).sqrt().sum(dim=1)
-            return mean * FINE_PIXEL, std * FINE_PIXEL
+            return score.flatten(1).log_softmax(dim=1).view_as(score)
+
+
+def expectation(log_heat: Tensor) -> tuple[Tensor, Tensor]:
+    """log_heat: m w w. The offset (x, y) of each match in image B from the centre of its cell (m 2) and its
+    standard deviation (m), in image pixels."""
+    heat = log_heat.exp()
+    steps = torch.arange(heat.shape[-1], device=heat.device) - float(heat.shape[-1] // 2)
+    along_x, along_y = heat.sum(dim=1), heat.sum(dim=2)  # m w
+    # Sums of products, since autocast would take a matrix product in 16 bit.
+    mean = torch.stack([(along * steps).sum(1) for along in (along_x, along_y)], dim=1)
+    square = torch.stack([(along * steps**2).sum(1) for along in (along_x, along_y)], dim=1)
+    std = (square - mean**2).clamp(min=1e-10).sqrt().sum(dim=1)
+    return mean * FINE_PIXEL, std * FINE_PIXEL

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from prism_match.model.matching import similarity
 from prism_match.model.prism import LayerState
+from prism_match.model.refinement import FINE_PIXEL
 from prism_match.training.supervision import CoarseTruth
 
 
@@ -118,6 +119,19 @@ def refinement_loss(offset: Tensor, std: Tensor, sampled: Sampled, reach: float,
     count = sampled.usable.sum(dim=1, keepdim=True).clamp(min=1)
     weight = certainty / (certainty.sum(dim=1, keepdim=True) / count).clamp(min=1e-6)
     return _pair_mean(square * weight, sampled.usable, fewest)
+
+
+def heat_loss(log_heat: Tensor, sampled: Sampled, fewest: int = 1) -> Tensor:
+    """Cross-entropy of the heat maps (b*k w w, in logarithms) against the true point spread over the four
+    pixels around it, as in bilinear interpolation, so that its expectation is the true point. L_f alone asks
+    little of a flat heat map: its gradient is that of the mean only, this one's is that of every pixel."""
+    b, k = sampled.usable.shape
+    reach = log_heat.shape[-1] // 2
+    steps = torch.arange(-reach, reach + 1, device=log_heat.device)
+    x, y = (sampled.target.flatten(0, 1) / FINE_PIXEL).unbind(-1)  # b*k, in pixels of the heat map
+    along_x, along_y = ((1 - (steps - t[:, None]).abs()).clamp(min=0) for t in (x, y))  # b*k w
+    target = along_y[:, :, None] * along_x[:, None, :]
+    return _pair_mean(-(target * log_heat).sum(dim=(1, 2)).view(b, k), sampled.usable, fewest)
 
 
 @torch.no_grad()

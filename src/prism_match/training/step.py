@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from prism_match.model.prism import PRISM, Features, LayerState
-from prism_match.model.refinement import FINE_PIXEL
+from prism_match.model.refinement import FINE_PIXEL, expectation
 from prism_match.training.losses import (
     Sampled,
     coarse_loss,
+    heat_loss,
     match_accuracy,
     pruning_loss,
     pruning_metrics,
@@ -29,6 +30,7 @@ METRICS = ("loss", "coarse", "fine", "pruning", "accuracy", "error_px", "kept", 
 class LossConfig:
     refine: int = 128  # true matches of each pair that train the refinement
     deep: float = 0.0  # weight of the matching loss after every MPM but the last (deep supervision)
+    heat: float = 0.0  # weight of the cross-entropy of the refinement's heat maps
     fewest: int = 1  # a pair with fewer true matches than this weighs less, in proportion
 
 
@@ -68,8 +70,8 @@ class TrainingStep(nn.Module):
             sampled = sample_matches(truth, work.keys, self.config.refine, self.reach)
             match = (sampled.batch, sampled.cell0, sampled.cell1)
             last = layers[-1]
-            offset, std = self.model.refinement(a.fine, b.fine, last.coarse0, last.coarse1, match)
-        return self.losses(layers, truth, offset, std, sampled)
+            log_heat = self.model.refinement(a.fine, b.fine, last.coarse0, last.coarse1, match)
+        return self.losses(layers, truth, log_heat, sampled)
 
     @property
     def reach(self) -> float:
@@ -88,9 +90,10 @@ class TrainingStep(nn.Module):
         return Features(*a), Features(*b)
 
     def losses(
-        self, layers: list[LayerState], truth: CoarseTruth, offset: Tensor, std: Tensor, sampled: Sampled
+        self, layers: list[LayerState], truth: CoarseTruth, log_heat: Tensor, sampled: Sampled
     ) -> tuple[Tensor, Tensor]:
         c, m = self.config, self.model.config
+        offset, std = expectation(log_heat)
         matching, order = coarse_loss(layers[-1], truth, m.temperature, m.weighted_softmax, c.fewest)
         fine = refinement_loss(offset, std, sampled, self.reach, c.fewest)
         pruning = pruning_loss(layers, truth)
@@ -99,6 +102,8 @@ class TrainingStep(nn.Module):
             # Plain dual-softmax: the NMI of these layers has its own loss.
             early = [coarse_loss(x, truth, m.temperature, False, c.fewest)[0] for x in layers[:-1]]
             loss = loss + c.deep * torch.stack(early).mean()
+        if c.heat > 0:
+            loss = loss + c.heat * heat_loss(log_heat, sampled, c.fewest)
         accuracy, error = match_accuracy(order, truth), refinement_error(offset, sampled)
         metrics = (loss, matching, fine, pruning, accuracy, error, *pruning_metrics(layers, truth, m.theta_p))
         return loss, torch.stack([x.detach().float() for x in metrics])
