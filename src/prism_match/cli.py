@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from prism_match import __version__
-from prism_match.cli_options import DeviceOption, Precision, PrecisionOption
+from prism_match.cli_options import DeviceOption, Precision, PrecisionOption, WeightsOption
 from prism_match.errors import UserError
 from prism_match.evaluation.commands import evaluate
 from prism_match.training.commands import data, train
@@ -42,7 +42,6 @@ class Geometry(str, Enum):
 OutOption = Annotated[Path, typer.Option("-o", "--out", help="Folder for the results; made if need be.")]
 SizeOption = Annotated[Optional[int], typer.Option(help="Longer side to resize to, in pixels [832].")]
 ThresholdOption = Annotated[Optional[float], typer.Option(help="Least confidence of a match [the model's].")]
-WeightsOption = Annotated[Optional[Path], typer.Option(help="A .safetensors file [the shipped weights].")]
 ConfigOption = Annotated[
     Optional[str], typer.Option(help="A preset (paper, tiny, ...) or a .toml/.json file.")
 ]
@@ -187,7 +186,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def make_matcher(
-    weights: Path | None,
+    weights: str | None,
     model_config: str | None,
     device: str,
     precision: Precision,

@@ -45,7 +45,8 @@ class Matcher:
         max_matches: int | None = None,
         config: ModelConfig | None = None,
     ):
-        """weights: a .safetensors file; None: those that ship in the package.
+        """weights: a .safetensors file, or hf:OWNER/REPO[@REVISION][:FILE] for one on the Hugging Face Hub;
+        None: those that ship in the package.
         precision: "auto" is bf16 on a GPU that has it and fp32 elsewhere.
         size: images are shrunk to this longer side before they are matched; never enlarged.
         threshold: the least confidence of a match; None: the model's own theta_c.

@@ -10,7 +10,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from prism_match.cli_options import DeviceOption, Precision, PrecisionOption
+from prism_match.cli_options import WEIGHTS_HELP, DeviceOption, Precision, PrecisionOption
 from prism_match.errors import UserError
 
 
@@ -52,9 +52,7 @@ def evaluate(
     confidence: Annotated[
         Optional[float], typer.Option(help="Least confidence of a match [the model's theta_c].")
     ] = None,
-    weights: Annotated[
-        Optional[list[Path]], typer.Option(help="A .safetensors file [the shipped]; ablation: several.")
-    ] = None,
+    weights: Annotated[Optional[list[str]], typer.Option(help=f"{WEIGHTS_HELP}; ablation: several.")] = None,
     model_config: Annotated[
         Optional[list[str]], typer.Option(help="A preset or a .toml/.json file; ablation: several.")
     ] = None,

@@ -30,7 +30,7 @@ class Options:
     threshold: float | None = None  # of RANSAC, in pixels; None: the back end's usual one
     pairs: int | None = None  # None: all
     seed: int = 0
-    weights: tuple[Path, ...] = ()  # none: the shipped ones
+    weights: tuple[str | Path, ...] = ()  # none: the shipped ones
     configs: tuple[str, ...] = ()  # presets or files; none: the one in the weights
     device: str = "auto"
     precision: Precision = "auto"
@@ -47,7 +47,7 @@ class Options:
             return as_method(self.method)
         return Prism(self.make_matcher(*self.single()), self.batch)
 
-    def single(self) -> tuple[Path | None, ModelConfig | None]:
+    def single(self) -> tuple[str | Path | None, ModelConfig | None]:
         from prism_match.config import load_model_config
 
         if len(self.weights) > 1 or len(self.configs) > 1:
@@ -56,7 +56,7 @@ class Options:
         return (self.weights[0] if self.weights else None), config
 
     def make_matcher(
-        self, weights: Path | None, config: ModelConfig | None, confidence: float | None = None
+        self, weights: str | Path | None, config: ModelConfig | None, confidence: float | None = None
     ) -> Matcher:
         from prism_match.matcher import Matcher
 

@@ -1,4 +1,5 @@
-"""Weights: the ones that ship in this folder, and files of the user's. Always safetensors."""
+"""Weights: the ones that ship in this folder, files of the user's, and the Hugging Face Hub's. Always
+safetensors."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 from prism_match.config import ModelConfig
 from prism_match.errors import UserError
 from prism_match.model.prism import PRISM
+from prism_match.weights.hub import locate
 from prism_match.weights.store import read_header, read_weights
 
 SHIPPED = Path(__file__).parent / "prism.safetensors"
@@ -33,12 +35,12 @@ class WeightsInfo:
 
 
 def weights_info(weights: str | Path | None = None, config: ModelConfig | None = None) -> WeightsInfo:
-    """None: the shipped weights, or random ones for a `config` that they do not fit. A given `config`
-    wins over the one in the file, and is needed for files that carry none of another shape than the
-    paper's."""
+    """weights: a .safetensors file, or hf:OWNER/REPO[@REVISION][:FILE]; None: the shipped ones, or random
+    ones for a `config` that they do not fit. A given `config` wins over the one in the file, and is needed
+    for files that carry none of another shape than the paper's."""
     if weights is None and config is not None and not config.fits(ModelConfig()):
         return WeightsInfo(None, None, config, {})
-    path = SHIPPED if weights is None else Path(weights)
+    path = SHIPPED if weights is None else locate(weights)
     files, header = read_header(path)
     try:
         stored = ModelConfig.from_dict(header["config"])

@@ -66,7 +66,7 @@ def read_header(path: Path) -> tuple[list[Path], dict[str, Any]]:
     """The files of weights and their `config` and `training`, each {} where the file has none."""
     files = find_files(path)
     if not files:
-        raise UserError(f"{path}: no such weights; give the path of a .safetensors file")
+        raise UserError(f"{path}: no such weights; give the path of a .safetensors file, or hf:OWNER/REPO")
     expected = SHARD.search(files[0].stem)
     if expected and len(files) != int(expected[1]):
         raise UserError(f"{path}: {len(files)} of {int(expected[1])} parts are there")
