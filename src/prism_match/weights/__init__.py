@@ -68,7 +68,14 @@ def build_model(info: WeightsInfo) -> PRISM:
 
 def load_state(model: PRISM, state: dict[str, torch.Tensor], name: str) -> None:
     """Into the model, or a line that says which keys do not fit."""
-    expected = model.state_dict()
+    if problems := misfits(state, model.state_dict()):
+        report = "; ".join(f"{len(keys)} {kind} ({shorten(keys)})" for kind, keys in problems.items())
+        raise UserError(f"{name}: the weights do not fit the model: {report}")
+    model.load_state_dict(state)
+
+
+def misfits(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, list[str]]:
+    """The keys that are wrong, by what is wrong with them; empty if the weights fit."""
     problems = {
         "missing": sorted(set(expected) - set(state)),
         "unexpected": sorted(set(state) - set(expected)),
@@ -76,10 +83,7 @@ def load_state(model: PRISM, state: dict[str, torch.Tensor], name: str) -> None:
             k for k in set(state) & set(expected) if state[k].shape != expected[k].shape
         ),
     }
-    if any(problems.values()):
-        report = "; ".join(f"{len(keys)} {kind} ({shorten(keys)})" for kind, keys in problems.items() if keys)
-        raise UserError(f"{name}: the weights do not fit the model: {report}")
-    model.load_state_dict(state)
+    return {kind: keys for kind, keys in problems.items() if keys}
 
 
 def sha256(files: list[Path]) -> str:
