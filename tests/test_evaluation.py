@@ -25,7 +25,7 @@ from prism_match.config import PRESETS
 from prism_match.evaluation.benchmarks import BENCHMARKS
 from prism_match.evaluation.commands import Benchmark, evaluate
 from prism_match.evaluation.hpatches import evaluate_homography, read_hpatches, read_sequence
-from prism_match.evaluation.masks import mask_quality
+from prism_match.evaluation.masks import mask_quality, summarise
 from prism_match.evaluation.megadepth import read_megadepth
 from prism_match.evaluation.methods import ImagePair, Plugin, Prism, Sift, as_method, make_matches
 from prism_match.evaluation.options import Options, warn_once
@@ -515,11 +515,15 @@ def test_masks(tiny: Options) -> None:
     report = BENCHMARKS["masks"](tiny)
     assert report.summary["pairs"] == 5 and report.summary["images"] == 10
     assert 0 < report.summary["miou"] <= 100 and 0 < report.summary["recall"] <= 100
+    assert 0 <= report.summary["pruned"] < 100
     keep = np.array([[True, True, False, True]])
     yes, no = np.array([[True, False, True, False]]), np.array([[False, True, False, False]])
-    assert mask_quality(keep, yes, no) == (1 / 3, 1 / 2, 2 / 3), (
-        "the last cell is not known and does not count"
-    )
+    quality = mask_quality(keep, yes, no)
+    assert quality == (1 / 3, 1 / 2, 2 / 3, 1 / 4), "the last cell is not known: it counts as kept only"
+    wide = [quality._replace(iou_of_all=x, pruned=y) for x, y in ((0.5, 0.1), (0.7, 0.2))]
+    narrow = [quality._replace(iou_of_all=x, pruned=y) for x, y in ((0.6, 0.3), (0.1, 0.5))]
+    assert summarise([wide, narrow])["pruned_below_half"] == pytest.approx(40)
+    assert summarise([wide])["pruned_below_half"] is None
     with pytest.raises(UserError, match="looks into the model"):
         BENCHMARKS["masks"](replace(tiny, method="sift"))
 
