@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from prism_match import __version__
-from prism_match.cli_options import DeviceOption, Precision, PrecisionOption, WeightsOption
+from prism_match.cli_options import (
+    DeviceOption,
+    Precision,
+    PrecisionOption,
+    Rotate,
+    RotateOption,
+    WeightsOption,
+)
 from prism_match.errors import UserError
 from prism_match.evaluation.commands import evaluate
 from prism_match.training.commands import data, train
@@ -70,6 +77,7 @@ def match(
         Geometry,
         typer.Option(help="Model that the inliers are counted for; homography also gives an overlay."),
     ] = Geometry.fundamental,
+    rotate: RotateOption = Rotate.auto,
     device: DeviceOption = "auto",
     precision: PrecisionOption = Precision.auto,
     weights: WeightsOption = None,
@@ -94,7 +102,7 @@ def match(
     first, second = load_image(image0), load_image(image1)
     region0 = None if mask0 is None else load_mask(mask0, first)
     region1 = None if mask1 is None else load_mask(mask1, second)
-    matcher = make_matcher(weights, model_config, device, precision, size, threshold, max_matches)
+    matcher = make_matcher(weights, model_config, device, precision, size, threshold, max_matches, rotate)
     folder = writable_folder(out)
     with busy("matching"):
         start = time.perf_counter()
@@ -281,6 +289,7 @@ def make_matcher(
     size: int | None,
     threshold: float | None,
     max_matches: int | None,
+    rotate: Rotate = Rotate.auto,
 ) -> Matcher:
     from prism_match.matcher import DEFAULT_SIZE, Matcher
 
@@ -291,6 +300,7 @@ def make_matcher(
         size=DEFAULT_SIZE if size is None else size,
         threshold=threshold,
         max_matches=max_matches,
+        rotate=rotate.value,
         config=parse_config(model_config),
     )
     if not matcher.info.trained:

@@ -79,6 +79,7 @@ def measure_masks(
     cannot be measured."""
     matcher = copy.copy(matcher)  # shares the model
     matcher.size = sys.maxsize  # the benchmark resizes
+    matcher.rotate = "never"  # the truth is for the images as they are
     found: list[list[Quality]] = []
     unusable: dict[str, str] = {p.name: p.problem for p in pairs if p.problem}
     with progress_bar(len(pairs), 0, "masks", progress) as tick:

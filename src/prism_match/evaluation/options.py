@@ -16,7 +16,7 @@ from prism_match.geometry import Backend
 
 if TYPE_CHECKING:
     from prism_match.config import ModelConfig
-    from prism_match.matcher import Matcher, Precision
+    from prism_match.matcher import Matcher, Precision, Rotate
 
 DEFAULT_SIZE = 832  # longer side, the paper's for its ablations
 
@@ -36,6 +36,7 @@ class Options:
     precision: Precision = "auto"
     batch: int = 1
     confidence: float | None = None  # least one of a match; None: the model's theta_c
+    rotate: Rotate = "auto"
     run: Run = field(default_factory=Run)
 
     def choose(self, pairs: list[AnyPair]) -> list[AnyPair]:
@@ -64,7 +65,12 @@ class Options:
             raise UserError(f"this benchmark looks into the model: it cannot measure {self.method}")
         least = self.confidence if confidence is None else confidence
         matcher = Matcher(
-            weights, device=self.device, precision=self.precision, threshold=least, config=config
+            weights,
+            device=self.device,
+            precision=self.precision,
+            threshold=least,
+            config=config,
+            rotate=self.rotate,
         )
         if not matcher.info.trained:
             warn_once("the weights are untrained (random): the numbers mean nothing yet")
