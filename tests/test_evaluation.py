@@ -489,13 +489,15 @@ def tiny_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny_matcher(tiny_weights: Path) -> Matcher:
-    return Matcher(tiny_weights, device="cpu", threshold=0)
+    return Matcher(tiny_weights, device="cpu", threshold=0, rotate="never")
 
 
 @pytest.fixture
 def tiny(tiny_weights: Path, megadepth: Path) -> Options:
     """A small model on the scene; a test changes what it likes."""
-    return Options(data=megadepth, size=160, confidence=0.0, weights=(tiny_weights,), device="cpu")
+    return Options(
+        data=megadepth, size=160, confidence=0.0, weights=(tiny_weights,), device="cpu", rotate="never"
+    )
 
 
 def test_a_matcher_is_a_method(megadepth: Path, tiny_matcher: Matcher, tmp_path: Path) -> None:
