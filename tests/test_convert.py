@@ -172,7 +172,7 @@ def test_every_misfit_is_listed_and_nothing_written(
         "there more than once": [
             "backbone.lateral4.weight: backbone.lateral4.weight, module.backbone.lateral4.weight"
         ],
-        "with NaN or infinite numbers": [bias],
+        "not finite in this precision": [bias],
     }
     assert err.count("\n") == 1 and "1 missing, 1 unexpected, 1 of another shape" in err
     assert (tmp_path / "out.safetensors").read_bytes() == before
@@ -181,7 +181,7 @@ def test_every_misfit_is_listed_and_nothing_written(
 def test_numbers_too_large_for_16_bit(convert, tmp_path: Path, state: dict[str, Tensor]) -> None:
     state["backbone.coarse.weight"][0, 0] = 1e5
     path = saved(tmp_path / "a.pt", state)
-    assert convert(path)[1]["problems"] == {"with NaN or infinite numbers": ["backbone.coarse.weight"]}
+    assert convert(path)[1]["problems"] == {"not finite in this precision": ["backbone.coarse.weight"]}
     assert convert(path, "--precision", "bf16")[0] == 0
 
 

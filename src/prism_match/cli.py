@@ -185,10 +185,9 @@ def convert(
       prism convert theirs.ckpt -o theirs.safetensors --rename fpn=backbone --drop loss
       prism convert theirs.ckpt -o theirs.safetensors --rename 'blocks.*.own=mpms.*.self_attention'
     """
-    import torch
-
     from prism_match.config import ModelConfig
     from prism_match.files import writable_folder
+    from prism_match.matcher import DTYPES
     from prism_match.weights.convert import fit, load_any, parse_rename
     from prism_match.weights.store import export_weights
 
@@ -201,7 +200,7 @@ def convert(
         model = model or ModelConfig.from_dict(loaded.config)
     except ValueError as error:
         raise UserError(f"{checkpoint}: its settings are not those of a PRISM model ({error})") from error
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[precision.value]
+    dtype = DTYPES[precision.value]
     found = fit(loaded.tensors, model, renames, drop or (), dtype)
     files = []
     if not found.problems:

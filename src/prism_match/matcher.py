@@ -28,8 +28,10 @@ PairLike: TypeAlias = "tuple[ImageLike, ImageLike] | tuple[ImageLike, ImageLike,
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 DEFAULT_SIZE = 832  # longer side in pixels, the paper's size for its ablations
-EVIDENT = 0.2  # least confidence of a match that tells which way up an image is
-WEAK = 0.005  # evidence of less than this share of the cells: the image may be the wrong way up
+# Which way up an image is, is told by the sum of the confidences of its matches, but for those that may be
+# chance. On real pairs it was at most 0.3 % of the number of cells the wrong way up and seldom below 0.5 %
+# the right way up.
+EVIDENT, WEAK = 0.2, 0.005
 
 
 class Matcher:

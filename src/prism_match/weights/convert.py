@@ -139,7 +139,7 @@ def fit(
         ]
     twice = [f"{ours}: {', '.join(theirs)}" for ours, theirs in sources.items() if len(theirs) > 1]
     broken = [k for k, v in rounded(state, dtype).items() if not v.isfinite().all()]
-    found = problems | {"there more than once": twice, "with NaN or infinite numbers": broken}
+    found = problems | {"there more than once": twice, "not finite in this precision": broken}
     return Fit(state, len(expected), dropped, {kind: lines for kind, lines in found.items() if lines})
 
 

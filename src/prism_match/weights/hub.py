@@ -18,7 +18,7 @@ NAME = re.compile(r"hf:(?P<repo>[^/@:]+/[^/@:]+)(@(?P<revision>[^:]+))?(:(?P<fil
 def locate(weights: str | Path) -> Path:
     """The path of weights: a local one as it is, or where those of the Hub have been put."""
     path = Path(weights)
-    if not str(weights).startswith("hf:") or find_files(path):
+    if not str(weights).startswith("hf:") or path.exists() or find_files(path):
         return path
     return fetch(str(weights))
 
