@@ -18,7 +18,7 @@ from prism_match.config import PRESETS
 
 ASSETS = Path(cli.__file__).parent / "assets"
 PAIR = [str(ASSETS / "astronaut0.jpg"), str(ASSETS / "astronaut1.jpg")]
-FAST = ["--size", "160", "--threshold", "0", "--device", "cpu"]
+FAST = ["--size", "160", "--threshold", "0", "--device", "cpu", "--rotate", "never"]
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from prism_match.config import PRESETS
 from prism_match.evaluation.benchmarks import BENCHMARKS
 from prism_match.evaluation.commands import Benchmark, evaluate
 from prism_match.evaluation.hpatches import evaluate_homography, read_hpatches, read_sequence
-from prism_match.evaluation.masks import mask_quality
+from prism_match.evaluation.masks import mask_quality, summarise
 from prism_match.evaluation.megadepth import read_megadepth
 from prism_match.evaluation.methods import ImagePair, Plugin, Prism, Sift, as_method, make_matches
 from prism_match.evaluation.options import Options, warn_once
@@ -489,13 +489,15 @@ def tiny_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny_matcher(tiny_weights: Path) -> Matcher:
-    return Matcher(tiny_weights, device="cpu", threshold=0)
+    return Matcher(tiny_weights, device="cpu", threshold=0, rotate="never")
 
 
 @pytest.fixture
 def tiny(tiny_weights: Path, megadepth: Path) -> Options:
     """A small model on the scene; a test changes what it likes."""
-    return Options(data=megadepth, size=160, confidence=0.0, weights=(tiny_weights,), device="cpu")
+    return Options(
+        data=megadepth, size=160, confidence=0.0, weights=(tiny_weights,), device="cpu", rotate="never"
+    )
 
 
 def test_a_matcher_is_a_method(megadepth: Path, tiny_matcher: Matcher, tmp_path: Path) -> None:
@@ -515,11 +517,15 @@ def test_masks(tiny: Options) -> None:
     report = BENCHMARKS["masks"](tiny)
     assert report.summary["pairs"] == 5 and report.summary["images"] == 10
     assert 0 < report.summary["miou"] <= 100 and 0 < report.summary["recall"] <= 100
+    assert 0 <= report.summary["pruned"] < 100
     keep = np.array([[True, True, False, True]])
     yes, no = np.array([[True, False, True, False]]), np.array([[False, True, False, False]])
-    assert mask_quality(keep, yes, no) == (1 / 3, 1 / 2, 2 / 3), (
-        "the last cell is not known and does not count"
-    )
+    quality = mask_quality(keep, yes, no)
+    assert quality == (1 / 3, 1 / 2, 2 / 3, 1 / 4), "the last cell is not known: it counts as kept only"
+    wide = [quality._replace(iou_of_all=x, pruned=y) for x, y in ((0.5, 0.1), (0.7, 0.2))]
+    narrow = [quality._replace(iou_of_all=x, pruned=y) for x, y in ((0.6, 0.3), (0.1, 0.5))]
+    assert summarise([wide, narrow])["pruned_below_half"] == pytest.approx(40)
+    assert summarise([wide])["pruned_below_half"] is None
     with pytest.raises(UserError, match="looks into the model"):
         BENCHMARKS["masks"](replace(tiny, method="sift"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prism_match import Matcher, Matches, UserError
+from prism_match import matcher as matcher_module
 from prism_match.config import PRESETS
 from prism_match.matcher import FeatureCache
 from prism_match.weights import load_model, weights_info
@@ -22,7 +24,7 @@ TINY = PRESETS["tiny"].replace(theta_c=0.0)
 
 @pytest.fixture(scope="module")
 def matcher() -> Matcher:
-    return Matcher(config=TINY, device="cpu", size=160)
+    return Matcher(config=TINY, device="cpu", size=160, rotate="never")
 
 
 def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -128,6 +130,92 @@ def test_region_masks_limit_where_matches_are(matcher: Matcher, photo: np.ndarra
     same(matcher.match(photo, photo, mask0=np.ones_like(mask)), matcher.match(photo, photo))
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_masks_in_batches(matcher: Matcher, photo: np.ndarray) -> None:
+    small, mask = photo[:96, :128], np.zeros((96, 128), np.uint8)
+    mask[:, 40:] = 1
+    pairs = [(small, photo), (small, small, mask, None), (small, small, None, mask), (small, small)]
+    masked = [(small, small, mask, mask), (small, photo, mask, None)]
+    for pair, result in zip(pairs + masked, matcher.match_many(pairs + masked, batch_size=6), strict=True):
+        same(result, matcher.match(*pair))
+    with pytest.raises(UserError, match=r"\(image0, image1, mask0, mask1\)"):
+        list(matcher.match_many([(small, small, mask)]))
+    with pytest.raises(UserError, match="the mask is 128x96 but its image"):
+        list(matcher.match_many([(small, photo, None, mask)]))
+
+
+# --- turned images ----------------------------------------------------------------------------------
+
+# Confident in what is the same, even with random weights.
+SURE = TINY.replace(temperature=0.02, weighted_softmax=False)
+
+
+def turn_back(points: np.ndarray, turns: int, size: tuple[int, int]) -> np.ndarray:
+    """Pixels of np.rot90(image, turns) to pixels of the image, of size (width, height)."""
+    width, height = size
+    x, y = points.T
+    return np.stack(
+        [(x, y), (width - 1 - y, x), (width - 1 - x, height - 1 - y), (y, height - 1 - x)][turns], 1
+    )
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_a_turned_image_matches_as_if_upright(photo: np.ndarray, turns: int) -> None:
+    image = photo[:96, :128]
+    turned = np.ascontiguousarray(np.rot90(image, turns))
+    mask = np.zeros(image.shape, bool)
+    mask[:, 24:] = True
+    upright = Matcher(config=SURE, device="cpu", rotate="never")
+    matcher = Matcher(config=SURE, device="cpu", rotate="always")
+    for masks in ((None, None), (mask, np.rot90(mask, turns))):
+        expected = upright.match(image, image, masks[0], masks[0], details=True)
+        result = matcher.match(image, turned, *masks, details=True)
+        assert result.size1 == turned.shape[::-1]
+        points = turn_back(result.keypoints1, turns, expected.size1)
+        same(replace(result, keypoints1=points), expected)
+        for name in ("keep1", "nmi1"):
+            back = np.rot90(getattr(result.details, name), -turns, axes=(1, 2))
+            np.testing.assert_allclose(back, getattr(expected.details, name), atol=1e-3)
+
+
+def test_turned_images_of_any_size_come_back_to_their_pixels(photo: np.ndarray) -> None:
+    """Sides that are no multiples of anything, and resized: the points still lie where they should."""
+    prepare = Matcher(config=SURE, device="cpu", size=100)._prepare
+    image = photo[:151, :203]
+    points = np.array([[0.0, 0], [99, 3], [40, 73]], np.float32)
+    expected = prepare(image).to_original(points)
+    for turns in (1, 2, 3):
+        turned = prepare(image).turned(turns)
+        assert turned.gray.shape == np.rot90(prepare(image).gray, turns).shape
+        there = turn_back(points, 4 - turns, turned.gray.shape[::-1])
+        np.testing.assert_allclose(turned.to_original(there), expected, atol=1e-3)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_turned_batches_give_what_singles_give(photo: np.ndarray) -> None:
+    matcher = Matcher(config=SURE, device="cpu", rotate="always", max_matches=20)
+    image = photo[:64, :96]
+    turned = [np.ascontiguousarray(np.rot90(image, k)) for k in range(3)]
+    pairs = [(image, t) for t in turned] + [(turned[2], noise(64, 96)), (image, turned[1], None, turned[1])]
+    for pair, result in zip(pairs, matcher.match_many(pairs, batch_size=6, details=True), strict=True):
+        same(result, matcher.match(*pair))
+        assert result.details.keep1.shape[1:] == (pair[1].shape[0] // 8, pair[1].shape[1] // 8)
+
+
+@pytest.mark.parametrize(("weak", "tries"), [(0.0, 1), (1.0, 4)])
+def test_only_weak_pairs_are_turned(
+    photo: np.ndarray, monkeypatch: pytest.MonkeyPatch, weak: float, tries: int
+) -> None:
+    matcher = Matcher(config=SURE, device="cpu", max_matches=3)
+    calls = []
+    plain = matcher._match_as_they_are
+    monkeypatch.setattr(matcher_module, "WEAK", weak)
+    monkeypatch.setattr(matcher, "_match_as_they_are", lambda *args: calls.append(1) or plain(*args))
+    assert len(matcher.match(photo[:64, :96], photo[:64, :96])) == 3
+    assert len(calls) == tries
+
+
 def test_black_images_and_strangers_are_no_error(matcher: Matcher) -> None:
     strict = Matcher(config=TINY, device="cpu", threshold=0.5)
     black = np.zeros((64, 64), np.uint8)
@@ -170,6 +258,7 @@ def test_precisions_agree(matcher: Matcher, photo: np.ndarray, precision: str) -
         ({"device": "quantum"}, "quantum"),
         ({"device": "cuda:99"}, "cuda:99"),
         ({"precision": "int4"}, "precision"),
+        ({"rotate": "left"}, "rotate must be one of auto, always, never"),
         ({"weights": "nowhere.safetensors"}, "nowhere.safetensors"),
     ],
 )

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from prism_match import __version__
-from prism_match.cli_options import DeviceOption, Precision, PrecisionOption
+from prism_match.cli_options import (
+    DeviceOption,
+    Precision,
+    PrecisionOption,
+    Rotate,
+    RotateOption,
+    WeightsOption,
+)
 from prism_match.errors import UserError
 from prism_match.evaluation.commands import evaluate
 from prism_match.training.commands import data, train
@@ -34,6 +41,12 @@ app = typer.Typer(
 )
 
 
+class StoredPrecision(str, Enum):
+    fp16 = "fp16"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
 class Geometry(str, Enum):
     fundamental = "fundamental"
     homography = "homography"
@@ -42,7 +55,6 @@ class Geometry(str, Enum):
 OutOption = Annotated[Path, typer.Option("-o", "--out", help="Folder for the results; made if need be.")]
 SizeOption = Annotated[Optional[int], typer.Option(help="Longer side to resize to, in pixels [832].")]
 ThresholdOption = Annotated[Optional[float], typer.Option(help="Least confidence of a match [the model's].")]
-WeightsOption = Annotated[Optional[Path], typer.Option(help="A .safetensors file [the shipped weights].")]
 ConfigOption = Annotated[
     Optional[str], typer.Option(help="A preset (paper, tiny, ...) or a .toml/.json file.")
 ]
@@ -65,6 +77,7 @@ def match(
         Geometry,
         typer.Option(help="Model that the inliers are counted for; homography also gives an overlay."),
     ] = Geometry.fundamental,
+    rotate: RotateOption = Rotate.auto,
     device: DeviceOption = "auto",
     precision: PrecisionOption = Precision.auto,
     weights: WeightsOption = None,
@@ -89,7 +102,7 @@ def match(
     first, second = load_image(image0), load_image(image1)
     region0 = None if mask0 is None else load_mask(mask0, first)
     region1 = None if mask1 is None else load_mask(mask1, second)
-    matcher = make_matcher(weights, model_config, device, precision, size, threshold, max_matches)
+    matcher = make_matcher(weights, model_config, device, precision, size, threshold, max_matches, rotate)
     folder = writable_folder(out)
     with busy("matching"):
         start = time.perf_counter()
@@ -141,16 +154,97 @@ def demo(
 
 
 @app.command()
-def info(
-    weights: WeightsOption = None, model_config: ConfigOption = None, as_json: JsonOption = False
+def convert(
+    checkpoint: Annotated[
+        str, typer.Argument(help="A .ckpt, .pt, .pth or .safetensors file, or the folder of a run of ours.")
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The .safetensors file to write.")],
+    config: Annotated[
+        Optional[str], typer.Option(help="A preset or a .toml/.json file [the checkpoint's own, or paper].")
+    ] = None,
+    precision: Annotated[
+        StoredPrecision, typer.Option(help="Of matrices and kernels; the rest is fp32 always.")
+    ] = StoredPrecision.fp16,
+    rename: Annotated[
+        Optional[list[str]], typer.Option(help="OLD=NEW: names that begin with OLD; * is any one word.")
+    ] = None,
+    drop: Annotated[Optional[list[str]], typer.Option(help="Leave out what begins with this.")] = None,
+    ema: Annotated[bool, typer.Option(help="Of a run of ours: the averaged weights, or the last.")] = True,
+    as_json: JsonOption = False,
 ) -> None:
-    """Tell the version, the device and the weights: their hash, size and how they were trained."""
+    """Turn a checkpoint of PyTorch or Lightning into weights for --weights.
+
+    Names lose what wrappers put in front (module. model. matcher. _orig_mod.). The file is written only if
+    every tensor of the model is there, in its shape, and no other; else all that is wrong is listed and
+    the exit code is 2. Objects in a checkpoint are refused: they could run code.
+
+    \b
+    Examples:
+      prism convert last.ckpt -o mine.safetensors
+      prism convert run -o mine.safetensors --precision fp32
+      prism convert theirs.ckpt -o theirs.safetensors --rename fpn=backbone --drop loss
+      prism convert theirs.ckpt -o theirs.safetensors --rename 'blocks.*.own=mpms.*.self_attention'
+    """
+    from prism_match.config import ModelConfig
+    from prism_match.files import writable_folder
+    from prism_match.matcher import DTYPES
+    from prism_match.weights.convert import fit, load_any, parse_rename
+    from prism_match.weights.store import export_weights
+
+    if out.suffix != ".safetensors":
+        raise UserError(f"{out}: the name must end in .safetensors")
+    renames = [parse_rename(text) for text in rename or ()]
+    model = parse_config(config)
+    loaded = load_any(checkpoint, ema)
+    try:
+        model = model or ModelConfig.from_dict(loaded.config)
+    except ValueError as error:
+        raise UserError(f"{checkpoint}: its settings are not those of a PRISM model ({error})") from error
+    dtype = DTYPES[precision.value]
+    found = fit(loaded.tensors, model, renames, drop or (), dtype)
+    files = []
+    if not found.problems:
+        files = export_weights(
+            writable_folder(out.parent) / out.name, found.state, model, loaded.training, dtype=dtype
+        )
+    result = {
+        "checkpoint": checkpoint,
+        "tensors": len(found.state),
+        "model_tensors": found.tensors,
+        "settings": "--config" if config else "the checkpoint's" if loaded.config else "the paper's",
+        "dropped": found.dropped,
+        "problems": found.problems,
+        "files": [str(f) for f in files],
+    }
+    if as_json:
+        print(json.dumps(result, indent=2))
+    else:
+        print_conversion(result)
+    if found.problems:
+        counts = ", ".join(f"{len(lines)} {kind}" for kind, lines in found.problems.items())
+        raise UserError(f"{checkpoint}: does not fit the model ({counts}); nothing is written")
+
+
+@app.command()
+def info(
+    file: Annotated[Optional[str], typer.Argument(help="The same as --weights.", show_default=False)] = None,
+    weights: WeightsOption = None,
+    model_config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell the version, the device and the weights: their hash, size and how they were trained.
+
+    \b
+    Examples:
+      prism info
+      prism info mine.safetensors --json
+    """
     import torch
 
     from prism_match.matcher import find_device
     from prism_match.weights import build_model, weights_info
 
-    known = weights_info(weights, parse_config(model_config))
+    known = weights_info(file or weights, parse_config(model_config))
     device = find_device("auto")
     result: dict[str, Any] = {
         "version": __version__,
@@ -187,13 +281,14 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def make_matcher(
-    weights: Path | None,
+    weights: str | None,
     model_config: str | None,
     device: str,
     precision: Precision,
     size: int | None,
     threshold: float | None,
     max_matches: int | None,
+    rotate: Rotate = Rotate.auto,
 ) -> Matcher:
     from prism_match.matcher import DEFAULT_SIZE, Matcher
 
@@ -204,6 +299,7 @@ def make_matcher(
         size=DEFAULT_SIZE if size is None else size,
         threshold=threshold,
         max_matches=max_matches,
+        rotate=rotate.value,
         config=parse_config(model_config),
     )
     if not matcher.info.trained:
@@ -284,6 +380,20 @@ def report(result: dict[str, Any], as_json: bool) -> None:
     )
     rows["written"] = ", ".join(result["files"])
     print_table(rows)
+
+
+def print_conversion(result: dict[str, Any], most: int = 20) -> None:
+    rows = {
+        "checkpoint": result["checkpoint"],
+        "tensors": f"{result['tensors']}, the model has {result['model_tensors']}",
+        "settings": result["settings"],
+        "dropped": f"{len(result['dropped'])} tensors" if result["dropped"] else None,
+        "written": ", ".join(result["files"]) or "nothing",
+    }
+    print_table({k: v for k, v in rows.items() if v is not None})
+    for kind, lines in result["problems"].items():
+        more = [f"... and {len(lines) - most} more; --json lists them all"] if len(lines) > most else []
+        print("\n".join([f"\n{len(lines)} {kind}", *(f"  {line}" for line in lines[:most] + more)]))
 
 
 def print_table(rows: dict[str, Any]) -> None:

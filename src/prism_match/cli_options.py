@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Optional
 
 import typer
 
@@ -15,5 +15,19 @@ class Precision(str, Enum):
     fp16 = "fp16"
 
 
+WEIGHTS_HELP = "A .safetensors file, or hf:OWNER/REPO[@REVISION][:FILE] [the shipped weights]"
+
+
+class Rotate(str, Enum):
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 PrecisionOption = Annotated[Precision, typer.Option(help="auto: bf16 on a GPU, fp32 elsewhere.")]
+RotateOption = Annotated[
+    Rotate,
+    typer.Option(help="Try the second image turned by 90, 180, 270 degrees; auto: if it hardly matches."),
+]
+WeightsOption = Annotated[Optional[str], typer.Option(help=f"{WEIGHTS_HELP}.")]

@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import cv2
 import numpy as np
@@ -152,7 +152,17 @@ def to_pixels(array: np.ndarray, name: str) -> np.ndarray:
     return array.clip(0, 1)
 
 
-def load_mask(source: ImageLike, image: Image) -> np.ndarray:
+class Named(Protocol):
+    """What has a name and a size (width, height), as images have."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> tuple[int, int]: ...
+
+
+def load_mask(source: ImageLike, image: Named) -> np.ndarray:
     """A region mask of an image, h w bool: non-zero pixels are looked at."""
     if hasattr(source, "detach"):
         source = channels_last(source)

@@ -1,14 +1,14 @@
-"""Image pair in, `Matches` out: resize, pad, batch, match, and back to original pixels."""
+"""Image pair in, `Matches` out: resize, pad, batch, match, turn, and back to original pixels."""
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -22,9 +22,16 @@ from prism_match.model.prism import CELL, STRIDE, Features, PairMatches
 from prism_match.weights import build_model, weights_info
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Rotate = Literal["auto", "always", "never"]
+MaskLike: TypeAlias = "ImageLike | None"
+PairLike: TypeAlias = "tuple[ImageLike, ImageLike] | tuple[ImageLike, ImageLike, MaskLike, MaskLike]"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 DEFAULT_SIZE = 832  # longer side in pixels, the paper's size for its ablations
+# Which way up an image is, is told by the sum of the confidences of its matches, but for those that may be
+# chance. On real pairs it was at most 0.3 % of the number of cells the wrong way up and seldom below 0.5 %
+# the right way up.
+EVIDENT, WEAK = 0.2, 0.005
 
 
 class Matcher:
@@ -43,19 +50,27 @@ class Matcher:
         size: int = DEFAULT_SIZE,
         threshold: float | None = None,
         max_matches: int | None = None,
+        rotate: Rotate = "auto",
         config: ModelConfig | None = None,
     ):
-        """weights: a .safetensors file; None: those that ship in the package.
+        """weights: a .safetensors file, or hf:OWNER/REPO[@REVISION][:FILE] for one on the Hugging Face Hub;
+        None: those that ship in the package.
         precision: "auto" is bf16 on a GPU that has it and fp32 elsewhere.
         size: images are shrunk to this longer side before they are matched; never enlarged.
         threshold: the least confidence of a match; None: the model's own theta_c.
-        max_matches: only so many of the most confident ones."""
+        max_matches: only so many of the most confident ones.
+        rotate: whether image 1 is also tried turned by 90, 180 and 270 degrees, of which the turn with the
+        most confident matches counts; it takes four times as long. "auto": only where image 1 as it is
+        has next to no matches. Matches are in pixels of the images as they are given, always."""
         if size < STRIDE:
             raise UserError(f"size must be at least {STRIDE} pixels, not {size}")
         if threshold is not None and not 0 <= threshold < 1:
             raise UserError(f"threshold must be at least 0 and below 1, not {threshold}")
         if max_matches is not None and max_matches < 1:
             raise UserError(f"max_matches must be at least 1, not {max_matches}")
+        if rotate not in get_args(Rotate):
+            raise UserError(f"rotate must be one of {', '.join(get_args(Rotate))}, not {rotate!r}")
+        self.rotate = rotate
         self.device = find_device(device)
         self.dtype = find_dtype(precision, self.device)
         self.size, self.threshold, self.max_matches = size, threshold, max_matches
@@ -68,8 +83,8 @@ class Matcher:
         self,
         image0: ImageLike,
         image1: ImageLike,
-        mask0: ImageLike | None = None,
-        mask1: ImageLike | None = None,
+        mask0: MaskLike = None,
+        mask1: MaskLike = None,
         *,
         details: bool = False,
     ) -> Matches:
@@ -80,13 +95,14 @@ class Matcher:
 
     def match_many(
         self,
-        pairs: Iterable[tuple[ImageLike, ImageLike]],
+        pairs: Iterable[PairLike],
         batch_size: int = 8,
         *,
         details: bool = False,
         cache_mib: int = 4096,
     ) -> Iterator[Matches]:
-        """One result per pair, in order, as they are ready.
+        """One result per pair, in order, as they are ready. A pair is (image0, image1), or with masks
+        (image0, image1, mask0, mask1), of which either mask may be None.
 
         The features of an image are computed once, however many pairs it is in, as long as the images
         in use at a time fit into `cache_mib`; beyond that the least recently used ones are dropped and
@@ -99,45 +115,42 @@ class Matcher:
         while chunk := list(islice(stream, batch_size)):
             yield from self._match_chunk(chunk, cache, details)
 
-    def _match_chunk(
-        self, chunk: list[tuple[ImageLike, ImageLike]], cache: FeatureCache, details: bool
-    ) -> list[Matches]:
+    def _match_chunk(self, chunk: list[PairLike], cache: FeatureCache, details: bool) -> list[Matches]:
+        if any(len(pair) not in (2, 4) for pair in chunk):
+            raise UserError("a pair must be (image0, image1) or (image0, image1, mask0, mask1)")
         entries: dict[Any, CacheEntry] = {}
-        for source in (source for pair in chunk for source in pair):
+        for source in (source for pair in chunk for source in pair[:2]):
             key = image_key(source)
             if key not in entries:
-                entries[key] = cache.get(key) or CacheEntry(source, self._prepare(source, None))
+                entries[key] = cache.get(key) or CacheEntry(source, self._prepare(source))
         missing = [e for e in entries.values() if e.features is None]
         for group in group_by(missing, lambda e: e.prepared.padded_size):
             for entry, features in zip(group, self._extract([e.prepared for e in group]), strict=True):
                 entry.features = features
         results: dict[int, Matches] = {}
-        numbered = [(n, entries[image_key(a)], entries[image_key(b)]) for n, (a, b) in enumerate(chunk)]
-        for group in group_by(numbered, lambda x: (x[1].prepared.padded_size, x[2].prepared.padded_size)):
+        pairs = []
+        for pair in chunk:
+            a, b = (entries[image_key(source)] for source in pair[:2])
+            mask0, mask1 = pair[2:] or (None, None)
+            pairs.append((a, b, Pair(a.prepared.masked(mask0), b.prepared.masked(mask1))))
+        for group in group_by(list(enumerate(pairs)), lambda x: x[1][2].padded_sizes):
             matches = self._match_batch(
-                [Pair(a.prepared, b.prepared) for _, a, b in group],
-                [a.features for _, a, _ in group if a.features],
-                [b.features for _, _, b in group if b.features],
+                [pair for _, (_, _, pair) in group],
+                [a.features for _, (a, _, _) in group],
+                [b.features for _, (_, b, _) in group],
                 details,
             )
-            results |= {n: m for (n, _, _), m in zip(group, matches, strict=True)}
+            results |= {n: m for (n, _), m in zip(group, matches, strict=True)}
         cache.add(entries)
         return [results[n] for n in range(len(chunk))]
 
-    def _prepare(self, source: ImageLike, mask_source: ImageLike | None) -> Prepared:
+    def _prepare(self, source: ImageLike, mask: MaskLike = None) -> Prepared:
         image = load_image(source)
         width, height = image.size
         scale = min(self.size / max(width, height), 1.0)
         w, h = max(CELL, round(width * scale)), max(CELL, round(height * scale))
-        region = None
-        if mask_source is not None:
-            mask = load_mask(mask_source, image).astype(np.float32)
-            # A cell is looked at if at least half of its pixels are.
-            cells = resize(mask, w, h)
-            cells = np.pad(cells, ((0, -h % STRIDE), (0, -w % STRIDE)))
-            region = cells.reshape(cells.shape[0] // CELL, CELL, -1, CELL).mean(axis=(1, 3)) >= 0.5
         in_memory = image if not isinstance(source, (str, os.PathLike)) else None
-        return Prepared(resize(image.gray, w, h), image.size, image.name, in_memory, region)
+        return Prepared(resize(image.gray, w, h), image.size, image.name, in_memory).masked(mask)
 
     @torch.inference_mode()
     def _extract(self, prepared: list[Prepared]) -> list[Features]:
@@ -157,8 +170,28 @@ class Matcher:
         parts = zip(features.coarse.split(1), features.fine.split(1), features.valid.split(1), strict=True)
         return [Features(*part) for part in parts]
 
-    @torch.inference_mode()
     def _match_batch(
+        self, pairs: list[Pair], features0: list[Features], features1: list[Features], details: bool
+    ) -> list[Matches]:
+        """Of pairs of equal padded sizes, turned if need be."""
+        best = self._match_as_they_are(pairs, features0, features1, details)
+        tried = [n for n, pair in enumerate(pairs) if self._is_doubtful(best[n], pair)]
+        for turns in (1, 2, 3) if tried else ():
+            turned = [Pair(pairs[n].a, pairs[n].b.turned(turns)) for n in tried]
+            features = self._extract([pair.b for pair in turned])
+            found = self._match_as_they_are(turned, [features0[n] for n in tried], features, details)
+            for n, matches in zip(tried, found, strict=True):
+                best[n] = max(best[n], matches, key=evidence)  # the first of equals: turned the least
+        return [matches.filter(top=self.max_matches) for matches in best]
+
+    def _is_doubtful(self, matches: Matches, pair: Pair) -> bool:
+        """Whether image 1 should be turned."""
+        if self.rotate != "auto":
+            return self.rotate == "always"
+        return evidence(matches) < WEAK * min(pair.a.region.sum(), pair.b.region.sum())
+
+    @torch.inference_mode()
+    def _match_as_they_are(
         self, pairs: list[Pair], features0: list[Features], features1: list[Features], details: bool
     ) -> list[Matches]:
         a, b = stack(features0), stack(features1)
@@ -169,10 +202,10 @@ class Matcher:
         return [self._to_matches(found, n, pair, details) for n, pair in enumerate(pairs)]
 
     def _regions(self, prepared: list[Prepared], features: Features) -> Tensor | None:
-        if all(p.region is None for p in prepared):
+        if all(p.mask is None for p in prepared):
             return None
         shape = features.valid.shape[1:]
-        regions = [np.ones(shape, dtype=bool) if p.region is None else p.region for p in prepared]
+        regions = [np.ones(shape, dtype=bool) if p.mask is None else p.region for p in prepared]
         return torch.from_numpy(np.stack(regions)).to(self.device)
 
     def _to_matches(self, found: PairMatches, n: int, pair: Pair, details: bool) -> Matches:
@@ -183,7 +216,7 @@ class Matcher:
         points0, points1 = pair.a.to_original(points0), pair.b.to_original(points1)
         inside = is_inside(points0, pair.a.size) & is_inside(points1, pair.b.size)
         order = np.argsort(-scores, kind="stable")
-        order = order[inside[order]][: self.max_matches]
+        order = order[inside[order]]
         return Matches(
             points0[order], points1[order], scores[order],
             pair.a.size, pair.b.size, pair.a.name, pair.b.name,
@@ -199,11 +232,31 @@ class Matcher:
 class Prepared:
     """An image as the model takes it, and the way back to its original pixels."""
 
-    gray: np.ndarray  # h w, float32, resized
+    gray: np.ndarray  # h w, float32, resized and turned
     size: tuple[int, int]  # original width, height
     name: str
     in_memory: Image | None  # the image itself where it came from no file
-    region: np.ndarray | None  # cells to look at, of the padded size
+    mask: np.ndarray | None = None  # h w, float32, resized and turned: where to look
+    turns: int = 0  # by 90 degrees, as np.rot90 does it
+
+    def masked(self, source: MaskLike) -> Prepared:
+        """With a mask; the image is not turned yet."""
+        if source is None:
+            return self
+        height, width = self.gray.shape
+        return replace(self, mask=resize(load_mask(source, self).astype(np.float32), width, height))
+
+    def turned(self, turns: int) -> Prepared:
+        mask = None if self.mask is None else np.rot90(self.mask, turns)
+        return replace(self, gray=np.rot90(self.gray, turns), mask=mask, turns=self.turns + turns)
+
+    @property
+    def region(self) -> np.ndarray:
+        """Cells to look at, of the padded size: those of which at least half of the pixels are."""
+        height, width = self.gray.shape
+        mask = np.ones_like(self.gray) if self.mask is None else self.mask
+        padded = np.pad(mask, ((0, -height % STRIDE), (0, -width % STRIDE)))
+        return padded.reshape(padded.shape[0] // CELL, CELL, -1, CELL).mean(axis=(1, 3)) >= 0.5
 
     @property
     def padded_size(self) -> tuple[int, int]:
@@ -218,8 +271,12 @@ class Prepared:
         return -(-height // CELL), -(-width // CELL)
 
     def to_original(self, points: np.ndarray) -> np.ndarray:
-        """n 2, float32: the inverse of x -> (x + 0.5) * s - 0.5."""
-        scale = np.array(self.size, dtype=np.float32) / np.array(self.gray.shape[::-1], dtype=np.float32)
+        """n 2, float32: turned back, then the inverse of x -> (x + 0.5) * s - 0.5."""
+        size = np.array(self.gray.shape[::-1], dtype=np.float32)
+        for _ in range(self.turns):
+            points = np.stack([size[1] - 1 - points[:, 1], points[:, 0]], axis=1)
+            size = size[::-1]
+        scale = np.array(self.size, dtype=np.float32) / size
         return ((points + 0.5) * scale - 0.5).astype(np.float32).reshape(-1, 2)
 
 
@@ -227,6 +284,10 @@ class Prepared:
 class Pair:
     a: Prepared
     b: Prepared
+
+    @property
+    def padded_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        return self.a.padded_size, self.b.padded_size
 
 
 @dataclass
@@ -283,12 +344,14 @@ def stack(features: list[Features]) -> Features:
 
 
 def collect_details(found: PairMatches, n: int, pair: Pair) -> Details:
-    """The masks and NMI of one pair, cut to the cells that hold pixels."""
+    """The masks and NMI of one pair, cut to the cells that hold pixels. Those of a turned image are turned
+    back; they then begin at another corner of it, which shifts them by less than a cell."""
 
     def cut(name: str, prepared: Prepared) -> np.ndarray:
         rows, columns = prepared.cells
         maps = [getattr(layer, name) for layer in found.layers]
-        return torch.stack([m[n, :rows, :columns] for m in maps]).cpu().numpy()
+        cells = torch.stack([m[n, :rows, :columns] for m in maps]).cpu().numpy()
+        return np.rot90(cells, -prepared.turns, axes=(1, 2))
 
     def nmi(name: str, prepared: Prepared) -> np.ndarray:
         return 1 / (1 + np.exp(-cut(name, prepared)))  # 0 where it was not estimated any more
@@ -297,6 +360,11 @@ def collect_details(found: PairMatches, n: int, pair: Pair) -> Details:
     if any(layer.logit0 is None for layer in found.layers):  # not every MPM has an estimator
         return Details(keep0, keep1, None, None)
     return Details(keep0, keep1, nmi("logit0", pair.a), nmi("logit1", pair.b))
+
+
+def evidence(matches: Matches) -> float:
+    """How much speaks for these matches: the sum of their confidences, but for those that may be chance."""
+    return float(matches.scores[matches.scores >= EVIDENT].sum())
 
 
 def is_inside(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:

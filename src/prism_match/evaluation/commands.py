@@ -10,7 +10,14 @@ from typing import Annotated, Optional
 
 import typer
 
-from prism_match.cli_options import DeviceOption, Precision, PrecisionOption
+from prism_match.cli_options import (
+    WEIGHTS_HELP,
+    DeviceOption,
+    Precision,
+    PrecisionOption,
+    Rotate,
+    RotateOption,
+)
 from prism_match.errors import UserError
 
 
@@ -48,13 +55,12 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="The same seed gives the same numbers.")] = 0,
     device: DeviceOption = "auto",
     precision: PrecisionOption = Precision.auto,
+    rotate: RotateOption = Rotate.auto,
     batch: Annotated[int, typer.Option(help="Pairs of equal size matched at a time.")] = 1,
     confidence: Annotated[
         Optional[float], typer.Option(help="Least confidence of a match [the model's theta_c].")
     ] = None,
-    weights: Annotated[
-        Optional[list[Path]], typer.Option(help="A .safetensors file [the shipped]; ablation: several.")
-    ] = None,
+    weights: Annotated[Optional[list[str]], typer.Option(help=f"{WEIGHTS_HELP}; ablation: several.")] = None,
     model_config: Annotated[
         Optional[list[str]], typer.Option(help="A preset or a .toml/.json file; ablation: several.")
     ] = None,
@@ -92,7 +98,7 @@ def evaluate(
     options = Options(
         data=data, method=method, size=size, ransac=ransac.value, threshold=threshold, pairs=pairs,
         seed=seed, weights=tuple(weights or ()), configs=tuple(model_config or ()), device=device,
-        precision=precision.value, batch=batch, confidence=confidence,
+        precision=precision.value, batch=batch, confidence=confidence, rotate=rotate.value,
         run=Run(cache=cache, out=out, progress=True),
     )  # fmt: skip
     report = BENCHMARKS[benchmark.value](options)

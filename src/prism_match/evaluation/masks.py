@@ -4,11 +4,14 @@ The truth is that of training: a cell is matchable when it takes part in a mutua
 projected cell centres. Cells without depth, about which nothing is known, are left out. mIoU is the mean
 over images of the intersection over union of kept and matchable cells, recall that of the share of
 matchable cells that are kept. The mIoU of a mask that keeps every cell stands beside it, since pruning is
-worth something only beyond that."""
+worth something only beyond that. The share of cells that are pruned, known or not, is also told of the pairs
+that overlap by less than half: less than half of their known cells are matchable."""
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -31,7 +34,8 @@ class Quality(NamedTuple):
 
     iou: float
     recall: float
-    iou_of_all: float  # if every cell had been kept
+    iou_of_all: float  # if every cell had been kept: the share of the known cells that are matchable
+    pruned: float  # share of all cells
 
 
 def masks(o: Options) -> Report:
@@ -39,37 +43,71 @@ def masks(o: Options) -> Report:
     indoor = is_scannet(o.data)
     listed = o.choose(read_scannet(o.data) if indoor else read_megadepth(o.data))
     resizing = Resize(exact=FRAME) if indoor and not o.size else Resize(longer=o.size or DEFAULT_SIZE)
-    matcher = o.make_matcher(*o.single())
-    matcher.size = sys.maxsize  # the benchmark resizes
-    qualities: list[Quality] = []  # of each image with at least one matchable cell
-    unusable: dict[str, str] = {p.name: p.problem for p in listed if p.problem}
-    with progress_bar(len(listed), 0, "masks", o.run.progress) as tick:
-        for pair in listed:
-            try:
-                if not pair.problem:
-                    qualities += pair_quality(pair, matcher, resizing)
-            except UserError as error:
-                unusable[pair.name] = str(error)
-            tick()
-    if not qualities:
+    found, unusable = measure_masks(listed, o.make_matcher(*o.single()), resizing, o.run.progress)
+    if not found:
         raise UserError(f"{o.data}: no pair can be used; the first: {next(iter(unusable.values()), 'none')}")
-    iou, recall, iou_of_all = (100 * float(np.mean(x)) for x in zip(*qualities, strict=True))
+    scores = summarise(found)
     used = len(listed) - len(unusable)
     summary = {
         "benchmark": "masks", "pairs": used, "size": resizing.side, "resize": str(resizing), "ransac": None,
-        "miou": iou, "recall": recall, "miou_keeping_all": iou_of_all,
-        "images": len(qualities), "unusable": unusable,
+        **scores, "images": sum(map(len, found)), "unusable": unusable,
     }  # fmt: skip
-    published = MASKS["scannet" if indoor else "megadepth"]
-    rows = [[name, *(f"{x:.2f}" for x in values)] for name, values in (
-        ("PRISM (ours)", (iou, recall)), ("every cell kept", (iou_of_all, 100.0)),
-        ("PRISM (paper)", published))]  # fmt: skip
+    columns = {"miou": "mIoU", "recall": "recall", "pruned": "pruned",
+               "pruned_below_half": "pruned, overlap < 1/2"}  # fmt: skip
+    miou, recall = MASKS["scannet" if indoor else "megadepth"]
+    measured: dict[str, dict[str, float | None]] = {
+        "PRISM (ours)": scores,
+        "every cell kept": {"miou": scores["miou_keeping_all"], "recall": 100.0, "pruned": 0.0},
+        "PRISM (paper)": {"miou": miou, "recall": recall},
+    }
+    rows = [
+        [name, *("" if (x := values.get(key)) is None else f"{x:.2f}" for key in columns)]
+        for name, values in measured.items()
+    ]
     title = f"masks of the last MPM: {used} pairs, {resizing}"
     notes = []
     if unusable:
         listed_problems = shorten([f"{k} ({v})" for k, v in unusable.items()])
         notes.append(f"{len(unusable)} pairs cannot be measured and are in no average: {listed_problems}")
-    return Report(summary, [Table(title, ["", "mIoU", "recall"], rows)], notes=notes)
+    return Report(summary, [Table(title, ["", *columns.values()], rows)], notes=notes)
+
+
+def measure_masks(
+    pairs: Sequence[PosePair], matcher: Matcher, resizing: Resize, progress: bool = False
+) -> tuple[list[list[Quality]], dict[str, str]]:
+    """For each pair with matchable cells, the masks of its images that have them; and by name why others
+    cannot be measured."""
+    matcher = copy.copy(matcher)  # shares the model
+    matcher.size = sys.maxsize  # the benchmark resizes
+    matcher.rotate = "never"  # the truth is for the images as they are
+    found: list[list[Quality]] = []
+    unusable: dict[str, str] = {p.name: p.problem for p in pairs if p.problem}
+    with progress_bar(len(pairs), 0, "masks", progress) as tick:
+        for pair in pairs:
+            try:
+                if not pair.problem and (qualities := pair_quality(pair, matcher, resizing)):
+                    found.append(qualities)
+            except UserError as error:
+                unusable[pair.name] = str(error)
+            tick()
+    return found, unusable
+
+
+def summarise(found: Sequence[Sequence[Quality]]) -> dict[str, float | None]:
+    """Percent, means over images; `pruned_below_half` None where no pair overlaps by less than half."""
+
+    def mean(values: list[float]) -> float | None:
+        return 100 * float(np.mean(values)) if values else None
+
+    images = [quality for pair in found for quality in pair]
+    apart = [q for pair in found if np.mean([q.iou_of_all for q in pair]) < 0.5 for q in pair]
+    return {
+        "miou": mean([q.iou for q in images]),
+        "recall": mean([q.recall for q in images]),
+        "miou_keeping_all": mean([q.iou_of_all for q in images]),
+        "pruned": mean([q.pruned for q in images]),
+        "pruned_below_half": mean([q.pruned for q in apart]),
+    }
 
 
 def pair_quality(pair: PosePair, matcher: Matcher, resizing: Resize) -> list[Quality]:
@@ -97,4 +135,5 @@ def mask_quality(keep: np.ndarray, matchable: np.ndarray, unmatchable: np.ndarra
     known = matchable | unmatchable
     hit = (keep & matchable).sum()
     iou = hit / ((keep & known) | matchable).sum()
-    return Quality(float(iou), float(hit / matchable.sum()), float(matchable.sum() / known.sum()))
+    recall, overlap = hit / matchable.sum(), matchable.sum() / known.sum()
+    return Quality(float(iou), float(recall), float(overlap), float((~keep).mean()))

@@ -66,6 +66,7 @@ class Prism:
             "config": matcher.info.config.to_dict(),
             "threshold": matcher.threshold,
             "max_matches": matcher.max_matches,
+            "rotate": matcher.rotate,
             "precision": str(matcher.dtype).removeprefix("torch."),
         }
 

@@ -16,7 +16,7 @@ from prism_match.geometry import Backend
 
 if TYPE_CHECKING:
     from prism_match.config import ModelConfig
-    from prism_match.matcher import Matcher, Precision
+    from prism_match.matcher import Matcher, Precision, Rotate
 
 DEFAULT_SIZE = 832  # longer side, the paper's for its ablations
 
@@ -30,12 +30,13 @@ class Options:
     threshold: float | None = None  # of RANSAC, in pixels; None: the back end's usual one
     pairs: int | None = None  # None: all
     seed: int = 0
-    weights: tuple[Path, ...] = ()  # none: the shipped ones
+    weights: tuple[str | Path, ...] = ()  # none: the shipped ones
     configs: tuple[str, ...] = ()  # presets or files; none: the one in the weights
     device: str = "auto"
     precision: Precision = "auto"
     batch: int = 1
     confidence: float | None = None  # least one of a match; None: the model's theta_c
+    rotate: Rotate = "auto"
     run: Run = field(default_factory=Run)
 
     def choose(self, pairs: list[AnyPair]) -> list[AnyPair]:
@@ -47,7 +48,7 @@ class Options:
             return as_method(self.method)
         return Prism(self.make_matcher(*self.single()), self.batch)
 
-    def single(self) -> tuple[Path | None, ModelConfig | None]:
+    def single(self) -> tuple[str | Path | None, ModelConfig | None]:
         from prism_match.config import load_model_config
 
         if len(self.weights) > 1 or len(self.configs) > 1:
@@ -56,7 +57,7 @@ class Options:
         return (self.weights[0] if self.weights else None), config
 
     def make_matcher(
-        self, weights: Path | None, config: ModelConfig | None, confidence: float | None = None
+        self, weights: str | Path | None, config: ModelConfig | None, confidence: float | None = None
     ) -> Matcher:
         from prism_match.matcher import Matcher
 
@@ -64,7 +65,12 @@ class Options:
             raise UserError(f"this benchmark looks into the model: it cannot measure {self.method}")
         least = self.confidence if confidence is None else confidence
         matcher = Matcher(
-            weights, device=self.device, precision=self.precision, threshold=least, config=config
+            weights,
+            device=self.device,
+            precision=self.precision,
+            threshold=least,
+            config=config,
+            rotate=self.rotate,
         )
         if not matcher.info.trained:
             warn_once("the weights are untrained (random): the numbers mean nothing yet")

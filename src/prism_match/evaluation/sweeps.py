@@ -59,7 +59,7 @@ def ablation(o: Options) -> Report:
     """A row for each of several weights, or configs, or all combinations of both."""
     from prism_match.config import load_model_config
 
-    weights: Sequence[Path | None] = o.weights or (None,)
+    weights: Sequence[str | Path | None] = o.weights or (None,)
     configs: Sequence[str | None] = o.configs or (None,)
     if len(weights) * len(configs) < 2:
         raise UserError("ablation: give at least two --weights or --model-config")

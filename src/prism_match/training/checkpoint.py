@@ -21,6 +21,7 @@ from torch import Tensor
 
 from prism_match.config import ModelConfig
 from prism_match.errors import UserError
+from prism_match.weights.hub import locate
 from prism_match.weights.store import joined, read_weights, shards, write_flushed, write_tensors
 
 STATE = ("step", "pairs", "elapsed", "skipped", "model", "training")  # what state.json holds
@@ -99,9 +100,10 @@ def check_architecture(path: Path, theirs: dict[str, Any], ours: ModelConfig) ->
         raise UserError(f"{path}: checkpoint of another architecture: {', '.join(differing)}")
 
 
-def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights as float32 and the model's settings: from a file or shards of `export_weights`, or the folder
-    of a run (its averaged weights)."""
+def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights as float32 and the model's settings: from a file or shards of `export_weights`, of the Hub, or
+    the folder of a run (its averaged weights)."""
+    path = locate(source)
     if path.is_dir():
         checkpoint = load_checkpoint(path)
         return checkpoint.group("ema"), checkpoint.state["model"]

@@ -39,7 +39,9 @@ def train(
     minutes: Annotated[Optional[float], typer.Option(help="Budget in minutes, over all resumptions.")] = None,
     steps: Annotated[Optional[int], typer.Option(help="Budget in updates.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in --out ended.")] = False,
-    init: Annotated[Optional[Path], typer.Option(help="Weights or a run to begin with.")] = None,
+    init: Annotated[
+        Optional[str], typer.Option(help="A run to begin with, or weights (also hf:OWNER/REPO).")
+    ] = None,
     model: Annotated[Optional[str], typer.Option(help="Preset of the model or a file [the paper's].")] = None,
     batch: Annotated[Optional[int], typer.Option(help="Pairs per update, in all processes together.")] = None,
     size: Annotated[Optional[int], typer.Option(help="Side of the images; replaces the curriculum.")] = None,

@@ -309,7 +309,7 @@ class Trainer:
 
     def start_from(self, path: str | Path) -> None:
         """Weights of another run to begin with; the schedule begins anew."""
-        weights, config = load_weights(Path(path))
+        weights, config = load_weights(path)
         check_architecture(Path(path), config, self.config.model)
         self.model.load_state_dict(weights)
         self.average.load_state_dict(weights)

@@ -1,4 +1,5 @@
-"""Weights: the ones that ship in this folder, and files of the user's. Always safetensors."""
+"""Weights: the ones that ship in this folder, files of the user's, and the Hugging Face Hub's. Always
+safetensors."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 from prism_match.config import ModelConfig
 from prism_match.errors import UserError
 from prism_match.model.prism import PRISM
+from prism_match.weights.hub import locate
 from prism_match.weights.store import read_header, read_weights
 
 SHIPPED = Path(__file__).parent / "prism.safetensors"
@@ -33,12 +35,12 @@ class WeightsInfo:
 
 
 def weights_info(weights: str | Path | None = None, config: ModelConfig | None = None) -> WeightsInfo:
-    """None: the shipped weights, or random ones for a `config` that they do not fit. A given `config`
-    wins over the one in the file, and is needed for files that carry none of another shape than the
-    paper's."""
+    """weights: a .safetensors file, or hf:OWNER/REPO[@REVISION][:FILE]; None: the shipped ones, or random
+    ones for a `config` that they do not fit. A given `config` wins over the one in the file, and is needed
+    for files that carry none of another shape than the paper's."""
     if weights is None and config is not None and not config.fits(ModelConfig()):
         return WeightsInfo(None, None, config, {})
-    path = SHIPPED if weights is None else Path(weights)
+    path = SHIPPED if weights is None else locate(weights)
     files, header = read_header(path)
     try:
         stored = ModelConfig.from_dict(header["config"])
@@ -66,7 +68,14 @@ def build_model(info: WeightsInfo) -> PRISM:
 
 def load_state(model: PRISM, state: dict[str, torch.Tensor], name: str) -> None:
     """Into the model, or a line that says which keys do not fit."""
-    expected = model.state_dict()
+    if problems := misfits(state, model.state_dict()):
+        report = "; ".join(f"{len(keys)} {kind} ({shorten(keys)})" for kind, keys in problems.items())
+        raise UserError(f"{name}: the weights do not fit the model: {report}")
+    model.load_state_dict(state)
+
+
+def misfits(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, list[str]]:
+    """The keys that are wrong, by what is wrong with them; empty if the weights fit."""
     problems = {
         "missing": sorted(set(expected) - set(state)),
         "unexpected": sorted(set(state) - set(expected)),
@@ -74,10 +83,7 @@ def load_state(model: PRISM, state: dict[str, torch.Tensor], name: str) -> None:
             k for k in set(state) & set(expected) if state[k].shape != expected[k].shape
         ),
     }
-    if any(problems.values()):
-        report = "; ".join(f"{len(keys)} {kind} ({shorten(keys)})" for kind, keys in problems.items() if keys)
-        raise UserError(f"{name}: the weights do not fit the model: {report}")
-    model.load_state_dict(state)
+    return {kind: keys for kind, keys in problems.items() if keys}
 
 
 def sha256(files: list[Path]) -> str:

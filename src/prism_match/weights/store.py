@@ -33,16 +33,13 @@ def export_weights(
     config: ModelConfig,
     training: dict[str, Any],
     shard_mib: float | None = None,
+    dtype: torch.dtype = torch.float16,
 ) -> list[Path]:
-    """The model to use: matrices and kernels in 16 bit, the rest (norms, biases, statistics, frequencies)
-    in 32, with "config" and "training" as JSON in the metadata. With `shard_mib`, `path` becomes several
-    files NAME-00001-of-00004.safetensors; whatever reads weights takes either."""
-    half = {
-        k: v.detach().cpu().to(torch.float16 if v.dim() > 1 and not k.endswith("rotary.b") else v.dtype)
-        for k, v in weights.items()
-    }
+    """The model to use, as `rounded` has it, with "config" and "training" as JSON in the metadata. With
+    `shard_mib`, `path` becomes several files NAME-00001-of-00004.safetensors; whatever reads weights takes
+    either."""
     metadata = {"config": json.dumps(config.to_dict()), "training": json.dumps(training)}
-    parts = list(shards(half, shard_mib))
+    parts = list(shards(rounded(weights, dtype), shard_mib))
     names = [path] if len(parts) == 1 else [
         path.with_name(f"{path.stem}-{i + 1:05d}-of-{len(parts):05d}{path.suffix}") for i in range(len(parts))
     ]  # fmt: skip
@@ -53,6 +50,18 @@ def export_weights(
     for file in set(old) - set(names):  # of another number of shards: never to be mixed up with these
         file.unlink()
     return names
+
+
+def rounded(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """On the CPU: matrices and kernels in `dtype`, the rest (norms, biases, statistics, frequencies) in 32
+    bit, since they are few and matter; counters as they are."""
+
+    def kind(name: str, tensor: Tensor) -> torch.dtype:
+        if not tensor.is_floating_point():
+            return tensor.dtype
+        return dtype if tensor.dim() > 1 and not name.endswith("rotary.b") else torch.float32
+
+    return {k: v.detach().cpu().to(kind(k, v)) for k, v in weights.items()}
 
 
 def find_files(path: Path) -> list[Path]:
@@ -66,7 +75,7 @@ def read_header(path: Path) -> tuple[list[Path], dict[str, Any]]:
     """The files of weights and their `config` and `training`, each {} where the file has none."""
     files = find_files(path)
     if not files:
-        raise UserError(f"{path}: no such weights; give the path of a .safetensors file")
+        raise UserError(f"{path}: no such weights; give the path of a .safetensors file, or hf:OWNER/REPO")
     expected = SHARD.search(files[0].stem)
     if expected and len(files) != int(expected[1]):
         raise UserError(f"{path}: {len(files)} of {int(expected[1])} parts are there")
