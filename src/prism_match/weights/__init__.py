@@ -17,7 +17,7 @@ from prism_match.weights.hub import locate
 from prism_match.weights.store import read_header, read_weights
 
 SHIPPED = Path(__file__).parent / "prism.safetensors"
-SHIPPED_SHA256 = "656344fbc2b8266ff3ccec054ad1452c951dd81b44939f9c8e1ba96f5b3ea3d8"
+SHIPPED_SHA256 = "24d6d5b2fbdd241830c988fcdaaf47337acc78d2f4b6e609595d7fe5db5158a2"
 
 
 @dataclass(frozen=True)
