@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -102,32 +102,44 @@ class Matcher:
     def _match_chunk(
         self, chunk: list[tuple[ImageLike, ImageLike]], cache: FeatureCache, details: bool
     ) -> list[Matches]:
-        entries: dict[Any, CacheEntry] = {}
-        for source in (source for pair in chunk for source in pair):
-            key = image_key(source)
-            if key not in entries:
-                entries[key] = cache.get(key) or CacheEntry(source, self._prepare(source, None))
-        missing = [e for e in entries.values() if e.features is None]
-        for group in group_by(missing, lambda e: e.prepared.padded_size):
-            for entry, features in zip(group, self._extract([e.prepared for e in group]), strict=True):
-                entry.features = features
+        sources = {image_key(source): source for pair in chunk for source in pair}
+        known = {key: entry for key in sources if (entry := cache.get(key)) is not None}
+        new = [key for key in sources if key not in known]
+        extracted = self.extract([sources[key] for key in new])
+        known |= {k: CacheEntry(sources[k], image) for k, image in zip(new, extracted, strict=True)}
+        pairs = [(known[image_key(a)].image, known[image_key(b)].image) for a, b in chunk]
+        cache.add(known)
+        return self.match_extracted(pairs, details=details)
+
+    def extract(self, images: Sequence[ImageLike], *, size: int | None = None) -> list[ImageFeatures]:
+        """What the backbone sees in each image, to be matched any number of times.
+        size: the longer side to shrink to; None: the matcher's."""
+        prepared = [self._prepare(image, None, size) for image in images]
+        results: dict[int, ImageFeatures] = {}
+        for group in group_by(list(enumerate(prepared)), lambda x: x[1].padded_size):
+            for (n, p), features in zip(group, self._extract([p for _, p in group]), strict=True):
+                results[n] = ImageFeatures(p, features)
+        return [results[n] for n in range(len(prepared))]
+
+    def match_extracted(
+        self, pairs: Sequence[tuple[ImageFeatures, ImageFeatures]], *, details: bool = False
+    ) -> list[Matches]:
+        """The matches of each pair of images that `extract` has seen; pairs of equal padded size at once."""
         results: dict[int, Matches] = {}
-        numbered = [(n, entries[image_key(a)], entries[image_key(b)]) for n, (a, b) in enumerate(chunk)]
-        for group in group_by(numbered, lambda x: (x[1].prepared.padded_size, x[2].prepared.padded_size)):
+        for group in group_by(list(enumerate(pairs)), lambda x: tuple(i.prepared.padded_size for i in x[1])):
             matches = self._match_batch(
-                [Pair(a.prepared, b.prepared) for _, a, b in group],
-                [a.features for _, a, _ in group if a.features],
-                [b.features for _, _, b in group if b.features],
+                [Pair(a.prepared, b.prepared) for _, (a, b) in group],
+                [a.features for _, (a, _) in group],
+                [b.features for _, (_, b) in group],
                 details,
             )
-            results |= {n: m for (n, _, _), m in zip(group, matches, strict=True)}
-        cache.add(entries)
-        return [results[n] for n in range(len(chunk))]
+            results |= {n: m for (n, _), m in zip(group, matches, strict=True)}
+        return [results[n] for n in range(len(pairs))]
 
-    def _prepare(self, source: ImageLike, mask_source: ImageLike | None) -> Prepared:
+    def _prepare(self, source: ImageLike, mask_source: ImageLike | None, size: int | None = None) -> Prepared:
         image = load_image(source)
         width, height = image.size
-        scale = min(self.size / max(width, height), 1.0)
+        scale = min((size or self.size) / max(width, height), 1.0)
         w, h = max(CELL, round(width * scale)), max(CELL, round(height * scale))
         region = None
         if mask_source is not None:
@@ -229,11 +241,23 @@ class Pair:
     b: Prepared
 
 
-@dataclass
+@dataclass(frozen=True)
+class ImageFeatures:
+    """An image as the model takes it, with what the backbone sees in it."""
+
+    prepared: Prepared
+    features: Features
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.features.coarse, self.features.fine, self.features.valid)
+        return sum(t.numel() * t.element_size() for t in tensors) + self.prepared.gray.nbytes
+
+
+@dataclass(frozen=True)
 class CacheEntry:
     source: ImageLike  # held so that the identity of an object stays its own
-    prepared: Prepared
-    features: Features | None = None
+    image: ImageFeatures
 
 
 class FeatureCache:
@@ -249,18 +273,12 @@ class FeatureCache:
     def add(self, entries: dict[Any, CacheEntry]) -> None:
         for key, entry in entries.items():
             if key not in self.entries:
-                self.used += entry_bytes(entry)
+                self.used += entry.image.nbytes
             self.entries[key] = entry
             self.entries.move_to_end(key)
         while self.used > self.limit and self.entries:
             _, dropped = self.entries.popitem(last=False)
-            self.used -= entry_bytes(dropped)
-
-
-def entry_bytes(entry: CacheEntry) -> int:
-    assert entry.features is not None
-    tensors = (entry.features.coarse, entry.features.fine, entry.features.valid)
-    return sum(t.numel() * t.element_size() for t in tensors) + entry.prepared.gray.nbytes
+            self.used -= dropped.image.nbytes
 
 
 def image_key(source: ImageLike) -> Any:
