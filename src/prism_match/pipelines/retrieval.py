@@ -11,7 +11,8 @@ from prism_match.errors import UserError
 from prism_match.images import ImageLike
 from prism_match.matcher import ImageFeatures, Matcher
 
-SIZE = 320  # longer side in pixels: the coarse map sees more of the scene at once than at matching size
+SIZE = 320  # longer side in pixels
+POWER = 3.0  # of the generalised mean: 1 is the mean, infinity the maximum
 
 
 def global_descriptors(matcher: Matcher, images: Sequence[ImageLike], progress: bool = False) -> np.ndarray:
@@ -28,10 +29,11 @@ def global_descriptors(matcher: Matcher, images: Sequence[ImageLike], progress: 
 
 @torch.inference_mode()
 def pool(image: ImageFeatures) -> np.ndarray:
-    """d: mean and standard deviation of each channel over the cells of an image."""
+    """d: the generalised mean over the cells of an image of each channel's positive part, then of each
+    channel's negative part."""
     cells = image.features.coarse[image.features.valid].float()  # n c
-    spread = cells.std(dim=0, correction=0)
-    pooled = torch.cat([cells.mean(dim=0), spread]).cpu().numpy()
+    signed = torch.cat([cells, -cells], dim=1).clamp(min=1e-6)
+    pooled = signed.pow(POWER).mean(dim=0).pow(1 / POWER).cpu().numpy()
     return unit(pooled[None])[0]
 
 

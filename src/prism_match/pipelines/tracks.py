@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, unquote
 
+import h5py
 import numpy as np
 
 from prism_match.errors import UserError
-from prism_match.pipelines.store import Names, PairMatches
+from prism_match.files import atomic_path
+from prism_match.pipelines.store import Names, PairMatches, pair_key
 
 
 @dataclass(frozen=True)
@@ -109,12 +113,52 @@ def merge_points(
 
 
 def one_to_one(index0: np.ndarray, index1: np.ndarray, scores: np.ndarray) -> IndexedMatches:
-    """Of matches that share a keypoint the best stays; index: n, -1 where there is no keypoint."""
+    """Matches taken from the best on, each whose two keypoints are still free; index: n, -1 where there is
+    no keypoint."""
     order = np.argsort(-scores, kind="stable")
-    order = order[(index0[order] >= 0) & (index1[order] >= 0)]
-    # Taken from the best on: a match stays if it is the first at both of its ends. One that lost to a
-    # match which lost itself stays out, too: it is the weaker one of three at least.
-    for index in (index0, index1):
-        _, first = np.unique(index[order], return_index=True)
-        order = order[np.sort(first)]
-    return IndexedMatches(np.stack([index0[order], index1[order]], axis=1), scores[order])
+    left = order[(index0[order] >= 0) & (index1[order] >= 0)]
+    taken = []
+    # All at once: whoever is the best at both of its ends is taken whatever the others do.
+    while len(left):
+        ends = [index[left] for index in (index0, index1)]
+        best = np.ones(len(left), bool)
+        for end in ends:
+            best &= np.isin(np.arange(len(left)), np.unique(end, return_index=True)[1])
+        taken.append(left[best])
+        free = ~(np.isin(ends[0], ends[0][best]) | np.isin(ends[1], ends[1][best]))
+        left = left[free]
+    chosen = np.concatenate(taken) if taken else left
+    chosen = chosen[np.argsort(-scores[chosen], kind="stable")]
+    return IndexedMatches(np.stack([index0[chosen], index1[chosen]], axis=1), scores[chosen])
+
+
+def save_tracks(path: Path, shared: SharedKeypoints, colours: dict[str, np.ndarray] | None = None) -> None:
+    """To an .h5 file; colours: k 3, uint8, of the keypoints of each image, where they are known."""
+    with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
+        for name, points in shared.keypoints.items():
+            group = file.create_group(f"keypoints/{quote(name, safe=' ')}")
+            group["xy"], group["scores"] = points.xy, points.scores
+            if colours is not None and name in colours:
+                group["rgb"] = colours[name]
+        for names, matches in shared.matches.items():
+            group = file.create_group(pair_key("matches", names))
+            group["index"], group["scores"] = matches.index, matches.scores
+
+
+def load_tracks(path: Path) -> tuple[SharedKeypoints, dict[str, np.ndarray]]:
+    """What `save_tracks` has written: shared keypoints, and colours."""
+    keypoints, colours, matches = {}, {}, {}
+    try:
+        with h5py.File(path, "r") as file:
+            for key, group in file.get("keypoints", {}).items():
+                name = unquote(key)
+                keypoints[name] = Keypoints(group["xy"][()], group["scores"][()])
+                if "rgb" in group:
+                    colours[name] = group["rgb"][()]
+            for first, groups in file.get("matches", {}).items():
+                for second, group in groups.items():
+                    names = unquote(first), unquote(second)
+                    matches[names] = IndexedMatches(group["index"][()], group["scores"][()])
+    except (OSError, KeyError) as error:
+        raise UserError(f"{path}: not a file of tracks ({error})") from error
+    return SharedKeypoints(keypoints, matches), colours
