@@ -1,0 +1,64 @@
+"""A store of matches into a COLMAP database."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from prism_match.errors import UserError
+from prism_match.files import atomic_path
+from prism_match.pipelines import colmap
+from prism_match.pipelines.cameras import CameraOptions, Cameras, choose_cameras
+from prism_match.pipelines.store import MatchStore
+from prism_match.pipelines.tracks import TrackOptions, save_tracks, share_keypoints
+
+
+def export_colmap(
+    matches: Path,
+    database: Path,
+    *,
+    images: Path | None = None,
+    tracks: TrackOptions | None = None,
+    cameras: CameraOptions | None = None,
+    verify: bool = False,
+    overwrite: bool = False,
+) -> dict[str, int]:
+    """Matches of a store into a database, new or existing, with keypoints that all pairs of an image share.
+
+    images: the folder they are in, for the focal lengths in their EXIF. verify: also check every pair by
+    its geometry. overwrite: replace keypoints and matches that are there. Returns the numbers of images,
+    keypoints and matches in the database."""
+    store = MatchStore(matches)
+    if not store.pairs:
+        raise UserError(f"{matches}: there are no matches in it")
+    files = {
+        name: (images / name if images is not None else None, entry.size)
+        for name, entry in store.images.items()
+    }
+    chosen = choose_cameras(files, cameras or CameraOptions())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tracks.h5"
+        save_tracks(path, share_keypoints(store.load_all(), tracks))
+        return write_database(path, database, chosen, verify=verify, overwrite=overwrite)[0]
+
+
+def write_database(
+    tracks: Path, database: Path, cameras: Cameras, *, verify: bool, overwrite: bool = False
+) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
+    """Keypoints and matches that `save_tracks` has written into a database, which changes as a whole or
+    not at all. The numbers in it, and the verified pairs with their inliers (none without `verify`)."""
+    with atomic_path(database) as temporary:
+        temporary.unlink()
+        if database.is_file():
+            shutil.copyfile(database, temporary)
+        try:
+            counts = colmap.run(
+                "database", tracks=str(tracks), database=str(temporary), cameras=cameras.cameras,
+                images=cameras.of_image, overwrite=overwrite,
+            )  # fmt: skip
+            verified = colmap.run("verify", database=str(temporary))["verified"] if verify else []
+        finally:
+            for suffix in ("-wal", "-shm", "-journal"):  # of SQLite, which has closed the file by now
+                Path(f"{temporary}{suffix}").unlink(missing_ok=True)
+    return counts, [(a, b, n) for a, b, n in verified]

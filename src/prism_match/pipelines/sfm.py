@@ -1,0 +1,348 @@
+"""A folder of photos becomes a reconstruction: pairs, matches, tracks, database, verification, mapper.
+
+What a stage has done stays in the output folder with a hash of all that went into it, so that a run that
+was killed goes on where it was, and a change of an option repeats only what depends on it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from prism_match.errors import UserError
+from prism_match.evaluation.pairs import IMAGE_SUFFIXES
+from prism_match.export.colmap import write_database
+from prism_match.export.nerf import write_transforms
+from prism_match.files import atomic_path, short_hash, writable_folder, write_json
+from prism_match.images import load_image
+from prism_match.pipelines import colmap
+from prism_match.pipelines import pairs as pairing
+from prism_match.pipelines.cameras import CameraOptions, choose_cameras
+from prism_match.pipelines.report import write_report
+from prism_match.pipelines.store import MatchStore, Names, file_digest
+from prism_match.pipelines.tracks import (
+    SharedKeypoints,
+    TrackOptions,
+    load_tracks,
+    save_tracks,
+    share_keypoints,
+)
+
+if TYPE_CHECKING:
+    from prism_match.matcher import Matcher
+
+EXHAUSTIVE_UP_TO = 40  # images; beyond that "auto" retrieves
+Mapper = Literal["incremental", "global"]
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    mode: str = "auto"  # auto, exhaustive, sequential, retrieval, or a file with two names a line
+    window: int = 10  # sequential: images that follow
+    loop: bool = False  # sequential: the first follows the last
+    neighbours: int = 20  # retrieval: images that look most alike
+
+
+@dataclass(frozen=True)
+class SfmOptions:
+    pairs: PairOptions = field(default_factory=PairOptions)
+    tracks: TrackOptions = field(default_factory=TrackOptions)
+    cameras: CameraOptions = field(default_factory=CameraOptions)
+    mapper: Mapper = "incremental"
+    matches: Path | None = None  # a store to use as it is, instead of matching
+    batch_size: int | None = None  # pairs at a time; None: 8 on a GPU, 1 elsewhere
+    features_gib: float = 8.0  # disk for feature maps while matching
+    threads: int = -1  # of COLMAP
+
+
+class Stages:
+    """Which stages are done, with the key of what went in and what came out, in a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.done: dict[str, Any] = {}
+        with suppress(OSError, ValueError):  # none yet, or damaged: begin anew
+            self.done = json.loads(path.read_text(encoding="utf-8"))
+
+    def run(self, name: str, key: str, product: Path, work: Callable[[], Any]) -> Any:
+        """The result of a stage: of this run, or of an earlier one with the same key."""
+        known = self.done.get(name)
+        if known is not None and known["key"] == key and product.exists():
+            return known["result"]
+        if self.done.pop(name, None) is not None:  # its product is about to change
+            write_json(self.path, self.done)
+        result = work()
+        self.done[name] = {"key": key, "result": result}
+        write_json(self.path, self.done)
+        return result
+
+
+def reconstruct(
+    images: Path, out: Path, options: SfmOptions, make_matcher: Callable[[], Matcher], progress: bool = False
+) -> dict[str, Any]:
+    """The whole of `prism sfm`; what --json holds. Raises `UserError` where there is nothing to build on."""
+    began = time.perf_counter()
+    files = find_images(images, out)
+    writable_folder(out)
+    store, broken = match_images(files, out, options, make_matcher, progress)
+    usable = {names for names in store.pairs if files.keys() >= set(names) and not broken.keys() & set(names)}
+    if not usable:
+        raise UserError(f"{images}: no pair of its images was matched{because(broken)}")
+    stages = Stages(out / "stages.json")
+
+    inputs = [[*names, *(store.images[n].digest for n in names)] for names in sorted(usable)]
+    key = short_hash([store.settings, inputs, asdict(options.tracks)])
+    tracks = out / "tracks.h5"
+    counts = stages.run(
+        "tracks", key, tracks, lambda: make_tracks(store, usable, files, tracks, options, progress)
+    )
+    if not counts["matches"]:
+        raise UserError(f"{images}: no two of its {len(files)} images have anything in common that was found")
+
+    sizes = {name: (files[name], store.images[name].size) for name in files if name in store.images}
+    cameras = choose_cameras({k: v for k, v in sizes.items() if k not in broken}, options.cameras)
+    key = short_hash([key, cameras.cameras, cameras.of_image])
+    database = out / "database.db"
+
+    def fill_database() -> list[Any]:
+        database.unlink(missing_ok=True)
+        return write_database(tracks, database, cameras, verify=True)[1]
+
+    with working("verifying", progress):
+        verified = [tuple(row) for row in stages.run("database", key, database, fill_database)]
+    if not verified:
+        raise UserError(
+            f"{images}: none of the {counts['pairs']} matched pairs agrees with one scene seen by two "
+            "cameras; do the photos show the same place?"
+        )
+    key = short_hash([key, options.mapper])
+    result = stages.run(
+        "model", key, out / "sparse" / "0",
+        lambda: run_mapper(database, tracks, out / "sparse", options, len(cameras.of_image), progress),
+    )  # fmt: skip
+    if not result["models"]:
+        raise UserError(no_model(images, tracks, verified))
+    summary = summarise(files, broken, store, verified, result["models"], counts, options)
+    summary["seconds"] = round(time.perf_counter() - began, 1)
+    write_outputs(out, files, summary, result["models"][0], verified)
+    return summary
+
+
+def find_images(folder: Path, out: Path) -> dict[str, Path]:
+    """Every image in a folder and the folders in it, by its path from there; none of the output's."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder of images")
+    found = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+    inside = [
+        p for p in found if out.resolve() not in p.resolve().parents or out.resolve() == folder.resolve()
+    ]
+    if len(inside) < 2:
+        raise UserError(
+            f"{folder}: {len(inside) or 'no'} image{'s' * (not inside)} in it; at least two are needed"
+        )
+    return {p.relative_to(folder).as_posix(): p for p in inside}
+
+
+def match_images(
+    files: dict[str, Path],
+    out: Path,
+    options: SfmOptions,
+    make_matcher: Callable[[], Matcher],
+    progress: bool = False,
+) -> tuple[MatchStore, dict[str, str]]:
+    """The store with the matches of all pairs, and images that cannot be read, with the reason."""
+    if options.matches is not None:
+        store = MatchStore(options.matches)
+        for name in files.keys() & store.images.keys():
+            if file_digest(files[name]) != store.images[name].digest:
+                raise UserError(f"{options.matches}: its matches are of another {name} than the one here")
+        return store, {}
+    from prism_match.pipelines.batch import match_pairs, match_settings
+
+    matcher = make_matcher()
+    pairs, broken = choose_pairs(files, out, options.pairs, matcher, progress)
+    store = MatchStore(out / "matches.h5", match_settings(matcher))
+    if store.replaced is not None:
+        print(f"prism: matches with other settings are kept as {store.replaced}", file=sys.stderr)
+    at_once = options.batch_size or (8 if matcher.device.type == "cuda" else 1)
+    broken |= match_pairs(
+        matcher, files, pairs, store,
+        batch_size=at_once, features=out / "features", device=matcher.device,
+        maps_on_disk=round(options.features_gib * 2**30), progress=progress,
+    )  # fmt: skip
+    for reason in broken.values():
+        print(f"prism: skipped: {reason}", file=sys.stderr)
+    return store, broken
+
+
+def choose_pairs(
+    files: dict[str, Path], out: Path, options: PairOptions, matcher: Matcher, progress: bool
+) -> tuple[np.ndarray, dict[str, str]]:
+    """m 2, numbers of the files; and files that could not be read on the way."""
+    mode = options.mode
+    if mode == "auto":
+        mode = "exhaustive" if len(files) <= EXHAUSTIVE_UP_TO else "retrieval"
+    if mode == "exhaustive":
+        return pairing.exhaustive(len(files)), {}
+    if mode == "sequential":
+        return pairing.sequential(len(files), options.window, options.loop), {}
+    if mode == "retrieval":
+        return retrieve_pairs(files, out / "descriptors.npz", options.neighbours, matcher, progress)
+    return pairing.from_file(mode, list(files)), {}
+
+
+def retrieve_pairs(
+    files: dict[str, Path], cache: Path, neighbours: int, matcher: Matcher, progress: bool
+) -> tuple[np.ndarray, dict[str, str]]:
+    """Descriptors stay in `cache` by the digest of their image and the weights."""
+    from prism_match.pipelines.retrieval import global_descriptors
+
+    known: dict[str, np.ndarray] = {}
+    if cache.is_file():
+        try:
+            with np.load(cache, allow_pickle=False) as stored:
+                known = dict(stored)
+        except (OSError, ValueError, KeyError):  # damaged: as good as not there
+            pass
+    rows, numbers, broken, keys = [], [], {}, []
+    for n, (name, path) in enumerate(
+        tqdm(files.items(), "describing", unit="image", disable=None if progress else True)
+    ):
+        try:
+            key = f"{file_digest(path)}-{matcher.info.sha256}"
+            if key not in known:
+                known[key] = global_descriptors(matcher, [path])[0]
+        except UserError as error:
+            broken[name] = str(error)
+            continue
+        rows.append(known[key])
+        numbers.append(n)
+        keys.append(key)
+    described: dict[str, Any] = {key: known[key] for key in keys}
+    with atomic_path(cache) as temporary:
+        np.savez(temporary, **described)
+    if len(rows) < 2:
+        return np.zeros((0, 2), np.int64), broken
+    return np.array(numbers)[pairing.nearest(np.stack(rows), neighbours)], broken
+
+
+def make_tracks(
+    store: MatchStore,
+    usable: set[Names],
+    files: dict[str, Path],
+    path: Path,
+    options: SfmOptions,
+    progress: bool,
+) -> dict[str, int]:
+    with working("merging", progress):
+        shared = share_keypoints(((n, m) for n, m in store.load_all() if n in usable), options.tracks)
+    colours = keypoint_colours(shared, files, progress)
+    save_tracks(path, shared, colours)
+    return {
+        "pairs": len(shared.matches),
+        "matches": sum(map(len, shared.matches.values())),
+        "keypoints": sum(map(len, shared.keypoints.values())),
+    }
+
+
+def keypoint_colours(
+    shared: SharedKeypoints, files: dict[str, Path], progress: bool
+) -> dict[str, np.ndarray]:
+    """k 3, uint8, by image: the pixel that a keypoint is on."""
+    colours = {}
+    for name, points in tqdm(
+        shared.keypoints.items(), "colouring", unit="image", disable=None if progress else True
+    ):
+        rgb = load_image(files[name]).rgb
+        x, y = np.rint(points.xy).astype(int).T
+        colours[name] = rgb[y.clip(0, rgb.shape[0] - 1), x.clip(0, rgb.shape[1] - 1)]
+    return colours
+
+
+def run_mapper(
+    database: Path, tracks: Path, folder: Path, options: SfmOptions, images: int, progress: bool
+) -> dict[str, Any]:
+    with tqdm(total=images, desc="mapping", unit="image", disable=None if progress else True) as bar:
+        return colmap.run(
+            "reconstruct", lambda _: bar.update(),
+            database=str(database), tracks=str(tracks), out=str(folder), mapper=options.mapper,
+            refine_intrinsics=options.cameras.intrinsics is None, threads=options.threads,
+        )  # fmt: skip
+
+
+def no_model(images: Path, tracks: Path, verified: list[tuple[str, str, int]]) -> str:
+    """Why the mapper has found no pair of images to begin with."""
+    shared, _ = load_tracks(tracks)
+    motions = []
+    for (a, b), matches in shared.matches.items():
+        first, second = (
+            shared.keypoints[a].xy[matches.index[:, 0]],
+            shared.keypoints[b].xy[matches.index[:, 1]],
+        )
+        motions.append(float(np.median(np.linalg.norm(first - second, axis=1))))
+    if max(motions) < 1:
+        return (
+            f"{images}: the images are all the same: nothing moves between them, so there is no depth to find"
+        )
+    return (
+        f"{images}: {len(verified)} pairs of images agree with each other, but none of them shows enough "
+        "parallax to begin with; photos have to be taken from different places"
+    )
+
+
+def summarise(
+    files: dict[str, Path],
+    broken: dict[str, str],
+    store: MatchStore,
+    verified: list[tuple[str, str, int]],
+    models: list[dict[str, Any]],
+    counts: dict[str, int],
+    options: SfmOptions,
+) -> dict[str, Any]:
+    best = models[0]
+    return {
+        "images": len(files),
+        "registered": best["registered"],
+        "points": best["points"],
+        "observations": best["observations"],
+        "mean_track_length": best["mean_track_length"],
+        "mean_reprojection_error": best["mean_reprojection_error"],
+        "not_registered": sorted(files.keys() - best["images"].keys() - broken.keys()),
+        "skipped": broken,
+        "other_models": [model["registered"] for model in models[1:]],
+        "pairs": len(store.pairs),
+        "verified_pairs": len(verified),
+        "keypoints": counts["keypoints"],
+        "mapper": options.mapper,
+        "matching": store.settings,
+        "tracks": asdict(options.tracks),
+    }
+
+
+def write_outputs(
+    out: Path,
+    files: dict[str, Path],
+    summary: dict[str, Any],
+    model: dict[str, Any],
+    verified: list[tuple[str, str, int]],
+) -> None:
+    write_transforms(out / "transforms.json", model, files, out / "sparse" / "0" / "points.ply")
+    write_report(out, summary, model, verified)
+
+
+def because(broken: dict[str, str]) -> str:
+    return f"; {len(broken)} cannot be read, the first: {next(iter(broken.values()))}" if broken else ""
+
+
+def working(what: str, progress: bool) -> Any:
+    """A bar without a length: it tells what is going on, and how long it took."""
+    return tqdm(desc=what, bar_format="{desc}: {elapsed}", disable=None if progress else True)
