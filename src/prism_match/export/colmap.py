@@ -6,12 +6,17 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
 from prism_match.errors import UserError
 from prism_match.files import atomic_path
 from prism_match.pipelines import colmap
 from prism_match.pipelines.cameras import CameraOptions, Cameras, choose_cameras
 from prism_match.pipelines.store import MatchStore
 from prism_match.pipelines.tracks import TrackOptions, save_tracks, share_keypoints
+
+COLMAP_ERROR = 4.0  # pixels of the photos
+MATCHED_ERROR = 2.0  # pixels of the images as they were matched
 
 
 def export_colmap(
@@ -39,15 +44,18 @@ def export_colmap(
     chosen = choose_cameras(files, cameras or CameraOptions())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tracks.h5"
-        save_tracks(path, share_keypoints(store.load_all(), tracks))
-        return write_database(path, database, chosen, verify=verify, overwrite=overwrite)[0]
+        save_tracks(path, share_keypoints(store.load_all(), tracks, store.scales))
+        return write_database(
+            path, database, chosen, verify=colmap_error(store) if verify else None, overwrite=overwrite
+        )[0]
 
 
 def write_database(
-    tracks: Path, database: Path, cameras: Cameras, *, verify: bool, overwrite: bool = False
+    tracks: Path, database: Path, cameras: Cameras, *, verify: float | None, overwrite: bool = False
 ) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     """Keypoints and matches that `save_tracks` has written into a database, which changes as a whole or
-    not at all. The numbers in it, and the verified pairs with their inliers (none without `verify`)."""
+    not at all. verify: the largest error, in pixels, of a match that fits its pair's geometry; None: leave
+    that out. The numbers in the database, and the verified pairs with their inliers."""
     with atomic_path(database) as temporary:
         temporary.unlink()
         if database.is_file():
@@ -57,8 +65,16 @@ def write_database(
                 "database", tracks=str(tracks), database=str(temporary), cameras=cameras.cameras,
                 images=cameras.of_image, overwrite=overwrite,
             )  # fmt: skip
-            verified = colmap.run("verify", database=str(temporary))["verified"] if verify else []
+            verified = []
+            if verify is not None:
+                verified = colmap.run("verify", database=str(temporary), max_error=verify)["verified"]
         finally:
             for suffix in ("-wal", "-shm", "-journal"):  # of SQLite, which has closed the file by now
                 Path(f"{temporary}{suffix}").unlink(missing_ok=True)
     return counts, [(a, b, n) for a, b, n in verified]
+
+
+def colmap_error(store: MatchStore) -> float:
+    """Pixels that a match may be off: what COLMAP has for its own features, and more for photos that are
+    much larger than they were matched."""
+    return max(COLMAP_ERROR, MATCHED_ERROR * float(np.median(list(store.scales.values()))))

@@ -97,15 +97,18 @@ def match_pairs(
         total=done + len(todo), initial=done, desc="matching", unit="pair", disable=None if progress else True
     ) as bar:
         for start in range(0, len(todo), batch_size):
-            chunk = []
+            taken: list[Names] = []
+            chunk: list[tuple[ImageFeatures, ImageFeatures]] = []
             for pair in todo[start : start + batch_size]:
                 try:
                     if not broken.keys() & pair:
-                        chunk.append((pair, maps.get(pair[0], start), maps.get(pair[1], start)))
+                        chunk.append((maps.get(pair[0], start), maps.get(pair[1], start)))
+                        taken.append(pair)
                 except BrokenImage as error:
                     broken[error.name] = str(error)
-            found = matcher.match_extracted([(a, b) for _, a, b in chunk]) if chunk else []
-            for (pair, _, _), m in zip(chunk, found, strict=True):
+            found = matcher.match_extracted(chunk) if chunk else []
+            chunk.clear()  # or its maps would outlive their place in memory
+            for pair, m in zip(taken, found, strict=True):
                 new[pair] = PairMatches(m.keypoints0, m.keypoints1, m.scores)
                 for name, size in zip(pair, (m.size0, m.size1), strict=True):
                     entries[name] = ImageEntry(size, digests[name])

@@ -90,11 +90,13 @@ def add_camera(db: Any, camera: dict[str, Any]) -> int:
     )
 
 
-def verify(database: str) -> dict[str, Any]:
-    """Geometric verification; the pairs that passed, with their number of inliers."""
+def verify(database: str, max_error: float) -> dict[str, Any]:
+    """Geometric verification, `max_error` in pixels; the pairs that passed, with their number of inliers."""
     import pycolmap
 
-    pycolmap.geometric_verification(database)
+    options = pycolmap.TwoViewGeometryOptions()
+    options.ransac.max_error, options.ransac.random_seed = max_error, SEED
+    pycolmap.geometric_verification(database, two_view_geometry_options=options)
     with pycolmap.Database.open(database) as db:
         names = {image.image_id: image.name for image in db.read_all_images()}
         pair_ids, counts = db.read_two_view_geometry_num_inliers()
@@ -103,18 +105,27 @@ def verify(database: str) -> dict[str, Any]:
 
 
 def reconstruct(
-    database: str, tracks: str, out: str, mapper: str, refine_intrinsics: bool, threads: int
+    database: str,
+    tracks: str | None,
+    out: str,
+    mapper: str,
+    refine_intrinsics: bool,
+    threads: int,
+    max_error: float = 4.0,
 ) -> dict[str, Any]:
-    """Runs a mapper and writes its models to out/0, out/1, ... (largest first): bin, text and points.ply."""
+    """Runs a mapper and writes its models to out/0, out/1, ... (largest first): bin, text and points.ply.
+    tracks: the file that knows the colours of the keypoints, if any. max_error: pixels."""
     folder = Path(out)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    find = incremental_models if mapper == "incremental" else global_models
-    models = find(database, folder, refine_intrinsics, threads)
+    if mapper == "incremental":
+        models = incremental_models(database, folder, refine_intrinsics, threads, max_error)
+    else:
+        models = global_models(database, folder, refine_intrinsics, threads)
     for path in folder.iterdir():  # what the mapper itself has written, in its own order
         shutil.rmtree(path)
     ranked = sorted(models, key=lambda m: (-m.num_reg_images(), -m.num_points3D()))
-    _, colours = load_tracks(Path(tracks))
+    colours = {} if tracks is None else load_tracks(Path(tracks))[1]
     for n, model in enumerate(ranked):
         colour_points(model, colours)
         target = folder / str(n)
@@ -125,7 +136,9 @@ def reconstruct(
     return {"models": [describe(model) for model in ranked]}
 
 
-def incremental_models(database: str, folder: Path, refine: bool, threads: int) -> list[Any]:
+def incremental_models(
+    database: str, folder: Path, refine: bool, threads: int, max_error: float
+) -> list[Any]:
     import pycolmap
 
     images = count_images(database)
@@ -135,6 +148,9 @@ def incremental_models(database: str, folder: Path, refine: bool, threads: int) 
     options.num_threads, options.random_seed = threads, SEED
     options.ba_refine_focal_length = options.ba_refine_extra_params = refine
     options.mapper.abs_pose_refine_focal_length = options.mapper.abs_pose_refine_extra_params = refine
+    options.mapper.init_max_error = options.mapper.filter_max_reproj_error = max_error
+    options.triangulation.merge_max_reproj_error = max_error
+    options.triangulation.complete_max_reproj_error = max_error
     # Two images have no other tracks.
     options.triangulation.ignore_two_view_tracks = images > 2
 

@@ -28,8 +28,12 @@ class Sharing(str, Enum):
     per_image = "per-image"
 
 
-CellOption = Annotated[float, typer.Option(help="Points this close, in pixels, can become one keypoint.")]
-ErrorOption = Annotated[float, typer.Option(help="Drop matches whose keypoint moved further, in pixels.")]
+CellOption = Annotated[
+    float, typer.Option(help="Points this close can become one keypoint, in pixels as matched.")
+]
+ErrorOption = Annotated[
+    float, typer.Option(help="Drop matches whose keypoint moved further, in pixels as matched.")
+]
 KeypointsOption = Annotated[int, typer.Option(help="Most keypoints of an image, the strongest ones.")]
 SharingOption = Annotated[
     Sharing,
@@ -64,8 +68,8 @@ def sfm(
     cameras: SharingOption = Sharing.auto,
     camera_model: ModelOption = "SIMPLE_RADIAL",
     intrinsics: IntrinsicsOption = None,
-    cell: CellOption = 4.0,
-    max_error: ErrorOption = 2.0,
+    cell: CellOption = 2.0,
+    max_error: ErrorOption = 1.0,
     max_keypoints: KeypointsOption = 8192,
     size: Annotated[Optional[int], typer.Option(help="Longer side to match at, in pixels [832].")] = None,
     threshold: Annotated[
@@ -160,8 +164,8 @@ def export_colmap(
     cameras: SharingOption = Sharing.auto,
     camera_model: ModelOption = "SIMPLE_RADIAL",
     intrinsics: IntrinsicsOption = None,
-    cell: CellOption = 4.0,
-    max_error: ErrorOption = 2.0,
+    cell: CellOption = 2.0,
+    max_error: ErrorOption = 1.0,
     max_keypoints: KeypointsOption = 8192,
     verify: Annotated[bool, typer.Option("--verify", help="Also check each pair by its geometry.")] = False,
     overwrite: Annotated[

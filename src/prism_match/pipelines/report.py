@@ -111,9 +111,10 @@ def draw_top_view(xyz: np.ndarray, rgb: np.ndarray, poses: np.ndarray, side: int
 
     picture = np.full((side, side, 3), 255, np.uint8)
     at = np.rint(flat * scale + offset).astype(int)
-    inside = np.all((at >= 0) & (at < side), axis=1)
-    # Pale points would be lost on white.
-    picture[at[inside, 1], at[inside, 0]] = (rgb[inside] * 0.85).astype(np.uint8)
+    inside = np.all((at >= 0) & (at < side - 1), axis=1)
+    for dx, dy in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        # Pale points would be lost on white.
+        picture[at[inside, 1] + dy, at[inside, 0] + dx] = (rgb[inside] * 0.85).astype(np.uint8)
     size = side / 60
     for eye, direction in zip(eyes * scale + offset, ahead, strict=True):
         direction = direction / max(float(np.linalg.norm(direction)), 1e-9)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from prism_match.errors import UserError
 from prism_match.evaluation.pairs import IMAGE_SUFFIXES
-from prism_match.export.colmap import write_database
+from prism_match.export.colmap import colmap_error, write_database
 from prism_match.export.nerf import write_transforms
 from prism_match.files import atomic_path, short_hash, writable_folder, write_json
 from prism_match.images import load_image
@@ -115,7 +115,7 @@ def reconstruct(
 
     def fill_database() -> list[Any]:
         database.unlink(missing_ok=True)
-        return write_database(tracks, database, cameras, verify=True)[1]
+        return write_database(tracks, database, cameras, verify=colmap_error(store))[1]
 
     with working("verifying", progress):
         verified = [tuple(row) for row in stages.run("database", key, database, fill_database)]
@@ -127,7 +127,7 @@ def reconstruct(
     key = short_hash([key, options.mapper])
     result = stages.run(
         "model", key, out / "sparse" / "0",
-        lambda: run_mapper(database, tracks, out / "sparse", options, len(cameras.of_image), progress),
+        lambda: run_mapper(out, options, len(cameras.of_image), colmap_error(store), progress),
     )  # fmt: skip
     if not result["models"]:
         raise UserError(no_model(images, tracks, verified))
@@ -244,7 +244,9 @@ def make_tracks(
     progress: bool,
 ) -> dict[str, int]:
     with working("merging", progress):
-        shared = share_keypoints(((n, m) for n, m in store.load_all() if n in usable), options.tracks)
+        shared = share_keypoints(
+            ((n, m) for n, m in store.load_all() if n in usable), options.tracks, store.scales
+        )
     colours = keypoint_colours(shared, files, progress)
     save_tracks(path, shared, colours)
     return {
@@ -269,13 +271,14 @@ def keypoint_colours(
 
 
 def run_mapper(
-    database: Path, tracks: Path, folder: Path, options: SfmOptions, images: int, progress: bool
+    out: Path, options: SfmOptions, images: int, max_error: float, progress: bool
 ) -> dict[str, Any]:
     with tqdm(total=images, desc="mapping", unit="image", disable=None if progress else True) as bar:
         return colmap.run(
             "reconstruct", lambda _: bar.update(),
-            database=str(database), tracks=str(tracks), out=str(folder), mapper=options.mapper,
-            refine_intrinsics=options.cameras.intrinsics is None, threads=options.threads,
+            database=str(out / "database.db"), tracks=str(out / "tracks.h5"), out=str(out / "sparse"),
+            mapper=options.mapper, refine_intrinsics=options.cameras.intrinsics is None,
+            threads=options.threads, max_error=max_error,
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ on the way is no longer the same point, and is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -23,8 +23,11 @@ from prism_match.pipelines.store import Names, PairMatches, pair_key
 
 @dataclass(frozen=True)
 class TrackOptions:
-    cell: float = 4.0  # pixels: points this close can become one keypoint
-    max_error: float = 2.0  # pixels: a match whose end moved further is dropped
+    """Lengths are in pixels of the images as they were matched: what a matcher tells apart is the same
+    there, however large the photos are."""
+
+    cell: float = 2.0  # points this close can become one keypoint
+    max_error: float = 1.0  # a match whose end moved further is dropped
     max_keypoints: int = 8192  # of an image, those with the highest sum of scores
 
     def __post_init__(self) -> None:
@@ -65,10 +68,13 @@ class SharedKeypoints:
 
 
 def share_keypoints(
-    pairs: Iterable[tuple[Names, PairMatches]], options: TrackOptions | None = None
+    pairs: Iterable[tuple[Names, PairMatches]],
+    options: TrackOptions | None = None,
+    scales: Mapping[str, float] | None = None,
 ) -> SharedKeypoints:
-    """The matches of all pairs, with keypoints that are the same in every pair of an image."""
-    options = options or TrackOptions()
+    """The matches of all pairs, with keypoints that are the same in every pair of an image.
+    scales: how many times larger each image is than it was matched; 1 where it is not told."""
+    options, scales = options or TrackOptions(), scales or {}
     found = {names: matches for names, matches in pairs if len(matches)}
     ends: dict[str, list[tuple[Names, int]]] = {}
     for names in found:
@@ -79,7 +85,14 @@ def share_keypoints(
     for name, of_image in sorted(ends.items()):
         points = [(found[n].keypoints0, found[n].keypoints1)[side] for n, side in of_image]
         scores = [found[n].scores for n, _ in of_image]
-        keypoints[name], index = merge_points(np.concatenate(points), np.concatenate(scores), options)
+        scale = scales.get(name, 1.0)
+        keypoints[name], index = merge_points(
+            np.concatenate(points),
+            np.concatenate(scores),
+            options.cell * scale,
+            options.max_error * scale,
+            options.max_keypoints,
+        )
         parts = np.split(index, np.cumsum([len(s) for s in scores])[:-1])
         assigned |= dict(zip(of_image, parts, strict=True))
     matches = {
@@ -89,11 +102,11 @@ def share_keypoints(
 
 
 def merge_points(
-    points: np.ndarray, scores: np.ndarray, options: TrackOptions
+    points: np.ndarray, scores: np.ndarray, cell: float, max_error: float, max_keypoints: int
 ) -> tuple[Keypoints, np.ndarray]:
     """Points n 2 with scores n -> keypoints, and for each point the row of its keypoint (n, int64; -1:
     none, since it moved too far or its keypoint is not among the best)."""
-    cells = np.floor(points.astype(np.float64) / options.cell).astype(np.int64)
+    cells = np.floor(points.astype(np.float64) / cell).astype(np.int64)
     _, label = np.unique(cells, axis=0, return_inverse=True)
     label = label.reshape(-1)
     weight = np.maximum(scores.astype(np.float64), 1e-6)  # a score of 0 still says where it is
@@ -101,10 +114,10 @@ def merge_points(
     sums = [np.bincount(label, weight * points[:, k]) for k in (0, 1)]
     xy = np.stack(sums, axis=1) / total[:, None]
     # Keypoints that nothing is left of are not worth a place.
-    near = np.linalg.norm(xy[label] - points, axis=1) <= options.max_error
+    near = np.linalg.norm(xy[label] - points, axis=1) <= max_error
     strength = np.bincount(label, scores * near, minlength=len(xy))
     strength[np.bincount(label, near, minlength=len(xy)) == 0] = -1
-    order = np.argsort(-strength, kind="stable")[: options.max_keypoints]
+    order = np.argsort(-strength, kind="stable")[:max_keypoints]
     order = np.sort(order[strength[order] >= 0])
     row = np.full(len(xy), -1, np.int64)
     row[order] = np.arange(len(order))
