@@ -2,8 +2,9 @@
 
 A matcher without a detector finds other points in each pair, so that no point is seen in more than two
 images. Here the points of all pairs of an image that lie in the same small cell become one keypoint, at
-their mean by score, and every match is re-assigned to the keypoints of its two ends. What moved too far
-on the way is no longer the same point, and is dropped.
+their mean weighted by score; points near the border of a cell go to the strongest keypoint around; and
+every match is re-assigned to the keypoints of its two ends. What moved too far on the way is no longer the
+same point, and is dropped.
 """
 
 from __future__ import annotations
@@ -106,23 +107,57 @@ def merge_points(
 ) -> tuple[Keypoints, np.ndarray]:
     """Points n 2 with scores n -> keypoints, and for each point the row of its keypoint (n, int64; -1:
     none, since it moved too far or its keypoint is not among the best)."""
-    cells = np.floor(points.astype(np.float64) / cell).astype(np.int64)
-    _, label = np.unique(cells, axis=0, return_inverse=True)
-    label = label.reshape(-1)
     weight = np.maximum(scores.astype(np.float64), 1e-6)  # a score of 0 still says where it is
-    total = np.bincount(label, weight)
-    sums = [np.bincount(label, weight * points[:, k]) for k in (0, 1)]
-    xy = np.stack(sums, axis=1) / total[:, None]
-    # Keypoints that nothing is left of are not worth a place.
+    cells = np.floor(points.astype(np.float64) / cell).astype(np.int64)
+    cells, label = np.unique(cells, axis=0, return_inverse=True)
+    label = label.reshape(-1)
+    xy, strength = weighted_means(points, weight, label, len(cells))
+    # Neighbours on two sides of a border between cells: both go to the stronger one.
+    label = strongest_near(points, label, cells, xy, strength, max_error)
+    xy, _ = weighted_means(points, weight, label, len(cells))
     near = np.linalg.norm(xy[label] - points, axis=1) <= max_error
-    strength = np.bincount(label, scores * near, minlength=len(xy))
-    strength[np.bincount(label, near, minlength=len(xy)) == 0] = -1
+    strength = np.bincount(label, weight * near, minlength=len(xy))
     order = np.argsort(-strength, kind="stable")[:max_keypoints]
-    order = np.sort(order[strength[order] >= 0])
+    order = np.sort(order[strength[order] > 0])
     row = np.full(len(xy), -1, np.int64)
     row[order] = np.arange(len(order))
     kept = Keypoints(xy[order].astype(np.float32), strength[order].astype(np.float32))
     return kept, np.where(near, row[label], -1)
+
+
+def weighted_means(
+    points: np.ndarray, weight: np.ndarray, label: np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """count 2: means of the points of each label; count: their weights. Far away where there are none."""
+    total = np.bincount(label, weight, minlength=count)
+    sums = [np.bincount(label, weight * points[:, k], minlength=count) for k in (0, 1)]
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(np.stack(sums, axis=1) / total[:, None], nan=np.inf), total
+
+
+def strongest_near(
+    points: np.ndarray,
+    label: np.ndarray,
+    cells: np.ndarray,
+    xy: np.ndarray,
+    strength: np.ndarray,
+    max_error: float,
+) -> np.ndarray:
+    """n, int64: of the keypoints (xy: k 2, one for each of `cells`, which are sorted) in the cell of a point
+    and the eight around it, the strongest that is within `max_error`; where there is none, its own."""
+    low = cells.min(axis=0) - 1
+    span = int(cells[:, 1].max() - low[1]) + 2
+    keys = (cells[:, 0] - low[0]) * span + cells[:, 1] - low[1]
+    mine = keys[label]
+    best, most = label.copy(), np.full(len(points), -1.0)
+    for dx in (-1, 0, 1):
+        for dy in (-1, 0, 1):
+            at = np.searchsorted(keys, mine + dx * span + dy).clip(max=len(keys) - 1)
+            there = keys[at] == mine + dx * span + dy
+            there &= np.linalg.norm(xy[at] - points, axis=1) <= max_error
+            there &= strength[at] > most
+            best[there], most[there] = at[there], strength[at[there]]
+    return best
 
 
 def one_to_one(index0: np.ndarray, index1: np.ndarray, scores: np.ndarray) -> IndexedMatches:

@@ -1,0 +1,166 @@
+"""Shared keypoints against a plain, slow version of the same."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prism_match.errors import UserError
+from prism_match.pipelines.store import PairMatches
+from prism_match.pipelines.tracks import (
+    TrackOptions,
+    load_tracks,
+    merge_points,
+    one_to_one,
+    save_tracks,
+    share_keypoints,
+)
+
+
+def slow_merge(points, scores, cell, max_error, most):
+    """Keypoints {cell: (x, y, strength)} and the cell of each point's keypoint, or None."""
+    home = [(math.floor(x / cell), math.floor(y / cell)) for x, y in points.tolist()]
+
+    def means(owner):
+        result = {}
+        for key in sorted(set(owner)):
+            mine = [n for n, o in enumerate(owner) if o == key]
+            total = sum(max(float(scores[n]), 1e-6) for n in mine)
+            mean = [
+                sum(max(float(scores[n]), 1e-6) * float(points[n][k]) for n in mine) / total for k in (0, 1)
+            ]
+            result[key] = (*mean, total)
+        return result
+
+    first, owner = means(home), []
+    for (x, y), (cx, cy) in zip(points.tolist(), home, strict=True):
+        best, most_so_far = (cx, cy), -1.0
+        for key in [(cx + dx, cy + dy) for dx in (-1, 0, 1) for dy in (-1, 0, 1)]:
+            if (
+                key in first
+                and math.dist(first[key][:2], (x, y)) <= max_error
+                and first[key][2] > most_so_far
+            ):
+                best, most_so_far = key, first[key][2]
+        owner.append(best)
+    second = means(owner)
+    owner = [
+        o if math.dist(second[o][:2], p) <= max_error else None
+        for o, p in zip(owner, points.tolist(), strict=True)
+    ]
+    strength = {}
+    for n, o in enumerate(owner):
+        if o is not None:
+            strength[o] = strength.get(o, 0.0) + max(float(scores[n]), 1e-6)
+    kept = sorted(sorted(strength, key=lambda o: (-strength[o], o))[:most])
+    points = {o: (*second[o][:2], strength[o]) for o in kept}
+    return points, [o if o in points else None for o in owner]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("cell, max_error, most", [(2.0, 1.0, 1000), (4.0, 1.5, 40), (1.0, 3.0, 1000)])
+def test_merge_is_the_plain_version(seed, cell, max_error, most):
+    g = np.random.default_rng(seed)
+    points = (g.uniform(-0.5, 30, (300, 2))).astype(np.float32)
+    points[::3] = np.round(points[::3] / 4) * 4  # many at the same place, some on borders
+    scores = g.random(300).astype(np.float32)
+    found, row = merge_points(points, scores, cell, max_error, most)
+    expected, owner = slow_merge(points, scores, cell, max_error, most)
+    np.testing.assert_allclose(found.xy, [v[:2] for v in expected.values()], atol=1e-4)
+    np.testing.assert_allclose(found.scores, [v[2] for v in expected.values()], rtol=1e-5)
+    number = {key: n for n, key in enumerate(expected)}
+    assert row.tolist() == [-1 if o is None else number[o] for o in owner]
+
+
+def test_points_on_two_sides_of_a_border_are_one():
+    points = np.array([[1.9, 1], [2.1, 1], [1.95, 1], [9, 9]], np.float32)
+    found, row = merge_points(points, np.ones(4, np.float32), 2.0, 1.0, 10)
+    assert row.tolist() == [0, 0, 0, 1]
+    np.testing.assert_allclose(found.xy[0], [points[:3, 0].mean(), 1], atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(-1, 6), st.integers(-1, 6), st.integers(1, 50)), max_size=40))
+def test_one_to_one_is_greedy(rows):
+    table = np.array(rows, dtype=np.int64).reshape(-1, 3)
+    found = one_to_one(table[:, 0], table[:, 1], table[:, 2] / 50)
+    expected = []
+    for a, b, score in sorted(rows, key=lambda r: -r[2]):  # stable, as the order of equals is
+        if a >= 0 and b >= 0 and all(a != x and b != y for x, y, _ in expected):
+            expected.append((a, b, score))
+    assert found.index.tolist() == [[a, b] for a, b, _ in expected]
+    np.testing.assert_allclose(found.scores * 50, [s for _, _, s in expected])
+
+
+def three_views(noise: float, count: int = 200) -> dict:
+    """Pairs of three images that all see the same points, moved by 10 pixels from one to the next."""
+    g = np.random.default_rng(0)
+    x, y = np.mgrid[0:20, 0:10].reshape(2, -1) * 8.0 + 3.5
+    base = np.stack([x, y], 1)[:count]
+    pairs = {}
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        ends = [(base + 10 * k + noise * g.uniform(-1, 1, base.shape)).astype(np.float32) for k in (a, b)]
+        pairs[f"{a}", f"{b}"] = PairMatches(*ends, g.uniform(0.3, 1, len(base)).astype(np.float32))
+    return pairs
+
+
+def test_tracks_are_consistent():
+    shared = share_keypoints(three_views(0.3).items())
+    assert [len(k) for k in shared.keypoints.values()] == [200] * 3
+    # From image 0 to 2 directly is the same as by way of 1.
+    to = {names: dict(m.index.tolist()) for names, m in shared.matches.items()}
+    assert all(len(t) == 200 for t in to.values())
+    assert all(to["1", "2"][to["0", "1"][k]] == v for k, v in to["0", "2"].items())
+
+
+def test_noise_beyond_the_error_is_dropped():
+    shared = share_keypoints(three_views(3.0).items(), TrackOptions(cell=16.0, max_error=0.5))
+    for names, matches in shared.matches.items():
+        assert len(matches) < 200
+        for side in (0, 1):
+            ends = shared.keypoints[names[side]].xy[matches.index[:, side]]
+            raw = three_views(3.0)[names]
+            distances = np.linalg.norm(ends[:, None] - (raw.keypoints0, raw.keypoints1)[side], axis=2)
+            assert distances.min(axis=1).max() <= 0.5 + 1e-4
+
+
+def test_scales_and_limits():
+    pairs = three_views(0.3)
+    large = {k: PairMatches(4 * m.keypoints0, 4 * m.keypoints1, m.scores) for k, m in pairs.items()}
+    small, scaled = (
+        share_keypoints(pairs.items()),
+        share_keypoints(large.items(), None, dict.fromkeys("012", 4.0)),
+    )
+    for name in "012":
+        np.testing.assert_allclose(scaled.keypoints[name].xy, 4 * small.keypoints[name].xy, rtol=1e-5)
+    few = share_keypoints(pairs.items(), TrackOptions(max_keypoints=50))
+    for name, points in few.keypoints.items():
+        assert len(points) == 50
+        assert points.scores.min() >= np.sort(small.keypoints[name].scores)[-50] - 1e-6
+    nothing = PairMatches(np.zeros((0, 2), np.float32), np.zeros((0, 2), np.float32), np.zeros(0, np.float32))
+    assert share_keypoints([(("a", "b"), nothing)]).matches == {}
+    for bad in ({"cell": 0}, {"max_error": -1}, {"max_keypoints": 0}, {"cell": float("nan")}):
+        with pytest.raises(UserError):
+            TrackOptions(**bad)
+
+
+def test_tracks_round_trip(tmp_path):
+    pairs = {("a/b.jpg", "c d.jpg"): three_views(0.3)["0", "1"]}
+    shared = share_keypoints(pairs.items())
+    colours = {"a/b.jpg": np.arange(600, dtype=np.uint8).reshape(200, 3)}
+    save_tracks(tmp_path / "tracks.h5", shared, colours)
+    again, coloured = load_tracks(tmp_path / "tracks.h5")
+    assert again.keypoints.keys() == shared.keypoints.keys() and again.matches.keys() == shared.matches.keys()
+    for name, points in shared.keypoints.items():
+        np.testing.assert_array_equal(again.keypoints[name].xy, points.xy)
+    np.testing.assert_array_equal(
+        again.matches["a/b.jpg", "c d.jpg"].index, shared.matches["a/b.jpg", "c d.jpg"].index
+    )
+    assert coloured.keys() == colours.keys()
+    (tmp_path / "tracks.h5").write_bytes(b"no")
+    with pytest.raises(UserError, match="not a file of tracks"):
+        load_tracks(tmp_path / "tracks.h5")
