@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
+import sqlite3
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,7 @@ def write_database(
     with atomic_path(database) as temporary:
         temporary.unlink()
         if database.is_file():
-            shutil.copyfile(database, temporary)
+            copy_database(database, temporary)
         try:
             counts = colmap.run(
                 "database", tracks=str(tracks), database=str(temporary), cameras=cameras.cameras,
@@ -72,6 +73,15 @@ def write_database(
             for suffix in ("-wal", "-shm", "-journal"):  # of SQLite, which has closed the file by now
                 Path(f"{temporary}{suffix}").unlink(missing_ok=True)
     return counts, [(a, b, n) for a, b, n in verified]
+
+
+def copy_database(source: Path, target: Path) -> None:
+    """By SQLite, since what was written last may be in a file beside it."""
+    try:
+        with closing(sqlite3.connect(source)) as old, closing(sqlite3.connect(target)) as new:
+            old.backup(new)
+    except sqlite3.Error as error:
+        raise UserError(f"{source}: not a COLMAP database ({error})") from error
 
 
 def colmap_error(store: MatchStore) -> float:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from prism_match.errors import UserError
 from prism_match.files import atomic_path, short_hash, writable_folder
+from prism_match.images import load_image
 from prism_match.matcher import ImageFeatures, Matcher, Prepared
 from prism_match.matches import Matches
 from prism_match.model.prism import Features
@@ -120,6 +121,12 @@ def match_pairs(
     flush()
     store.merge()
     shelf.clear()
+    for name in involved:  # those that had broken ones for all their partners were never looked at
+        if name not in store.images and name not in broken:
+            try:
+                load_image(images[name])
+            except UserError as error:
+                broken[name] = str(error)
     return broken
 
 

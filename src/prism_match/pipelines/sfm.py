@@ -296,9 +296,10 @@ def no_model(images: Path, tracks: Path, verified: list[tuple[str, str, int]]) -
         return (
             f"{images}: the images are all the same: nothing moves between them, so there is no depth to find"
         )
+    most = max(n for _, _, n in verified)
     return (
-        f"{images}: {len(verified)} pairs of images agree with each other, but none of them shows enough "
-        "parallax to begin with; photos have to be taken from different places"
+        f"{images}: {len(verified)} pairs of images share up to {most} points, but none of them gives a "
+        "first pair of cameras: the photos show different things, or were all taken from one place"
     )
 
 
