@@ -31,7 +31,7 @@ from prism_match.matches import Matches
 from prism_match.pipelines import colmap
 from prism_match.pipelines.cameras import CameraOptions, choose_cameras, read_exif
 from prism_match.pipelines.report import camera_centres, draw_match_graph, draw_top_view
-from prism_match.pipelines.sfm import PairOptions, SfmOptions, find_images, reconstruct
+from prism_match.pipelines.sfm import PairOptions, SfmOptions, find_images, reconstruct, upright_copies
 from prism_match.pipelines.store import MatchStore
 from prism_match.pipelines.tracks import TrackOptions, load_tracks
 from prism_match.training.data.colmap import read_model
@@ -423,6 +423,32 @@ def test_all_images_broken(tmp_path):
         (tmp_path / f"{n}.jpg").write_bytes(b"broken")
     with pytest.raises(UserError, match="3 cannot be read"):
         reconstruct(tmp_path, tmp_path / "out", SfmOptions(), lambda: SyntheticMatcher(None))
+
+
+def test_turned_photos_get_upright_copies(tmp_path):
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    pixels = np.zeros((60, 80, 3), np.uint8)
+    pixels[:, 40:] = 255
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # shown turned by a quarter
+    PIL.Image.fromarray(pixels).save(photos / "turned.jpg", exif=exif)
+    PIL.Image.fromarray(pixels).save(photos / "straight.jpg")
+    files = {p.name: p for p in sorted(photos.iterdir())}
+    copies = upright_copies(files, tmp_path / "images")
+    with PIL.Image.open(copies["turned.jpg"]) as copy:
+        assert copy.size == (60, 80) and copy.getexif().get(0x0112, 1) == 1
+        shown = load_image(files["turned.jpg"]).rgb.astype(int)
+        assert np.abs(np.asarray(copy).astype(int) - shown).mean() < 3
+    assert copies["straight.jpg"].read_bytes() == files["straight.jpg"].read_bytes()
+    straight = {"straight.jpg": files["straight.jpg"]}
+    assert upright_copies(straight, tmp_path / "none") == straight and not (tmp_path / "none").exists()
+
+
+def test_options_that_make_no_sense():
+    for bad in ({"mode": "some"}, {"window": 0}, {"neighbours": 0}):
+        with pytest.raises(UserError):
+            PairOptions(**bad)
 
 
 # ---- pictures

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,15 @@ from prism_match.errors import UserError
 WORKER = "prism_match.pipelines.colmap_worker"
 
 
+def require() -> None:
+    """An error now, rather than after hours of matching."""
+    if find_spec("pycolmap") is None:
+        raise UserError('pycolmap is not installed: pip install "prism-match[sfm]"')
+
+
 def run(job: str, on_event: Callable[[str], None] | None = None, **arguments: Any) -> dict[str, Any]:
     """The result of a job of the worker. A job that fails, or a worker that dies, is a `UserError`."""
+    require()
     root = str(Path(prism_match.__file__).parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path}

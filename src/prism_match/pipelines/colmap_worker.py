@@ -26,11 +26,8 @@ SEED = 0
 
 def main() -> None:
     job = json.load(sys.stdin)
-    try:
-        import pycolmap
-    except ImportError:
-        emit({"error": 'pycolmap is not installed: pip install "prism-match[sfm]"'})
-        return
+    import pycolmap
+
     pycolmap.set_random_seed(SEED)
     pycolmap.logging.alsologtostderr = True
     try:

@@ -7,6 +7,7 @@ was killed goes on where it was, and a change of an option repeats only what dep
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import PIL.Image
+import PIL.ImageOps
 from tqdm import tqdm
 
 from prism_match.errors import UserError
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from prism_match.matcher import Matcher
 
 EXHAUSTIVE_UP_TO = 40  # images; beyond that "auto" retrieves
+PAIR_MODES = ("auto", "exhaustive", "sequential", "retrieval")
 Mapper = Literal["incremental", "global"]
 
 
@@ -50,6 +54,12 @@ class PairOptions:
     window: int = 10  # sequential: images that follow
     loop: bool = False  # sequential: the first follows the last
     neighbours: int = 20  # retrieval: images that look most alike
+
+    def __post_init__(self) -> None:
+        if self.mode not in PAIR_MODES and not Path(self.mode).is_file():
+            raise UserError(f"pairs are {', '.join(PAIR_MODES)} or a file that lists them, not {self.mode}")
+        if min(self.window, self.neighbours) < 1:
+            raise UserError("the window and the number of neighbours must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,7 @@ def reconstruct(
 ) -> dict[str, Any]:
     """The whole of `prism sfm`; what --json holds. Raises `UserError` where there is nothing to build on."""
     began = time.perf_counter()
+    colmap.require()
     files = find_images(images, out)
     writable_folder(out)
     store, broken = match_images(files, out, options, make_matcher, progress)
@@ -339,8 +350,32 @@ def write_outputs(
     model: dict[str, Any],
     verified: list[tuple[str, str, int]],
 ) -> None:
-    write_transforms(out / "transforms.json", model, files, out / "sparse" / "0" / "points.ply")
+    shown = {name: files[name] for name in model["images"]}
+    shown = upright_copies(shown, out / "images")
+    write_transforms(out / "transforms.json", model, shown, out / "sparse" / "0" / "points.ply")
     write_report(out, summary, model, verified)
+
+
+def upright_copies(files: dict[str, Path], folder: Path) -> dict[str, Path]:
+    """Tools that read the model look at pixels as they are stored, we at those that are shown. So where EXIF
+    turns a photo, there are copies of all of them in `folder`, with nothing left to be turned."""
+    if not any(is_turned(path) for path in files.values()):
+        return files
+    copies = {name: folder / name for name in files}
+    for name, path in files.items():
+        copies[name].parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(copies[name]) as temporary:
+            if is_turned(path):
+                with PIL.Image.open(path) as image:
+                    PIL.ImageOps.exif_transpose(image).save(temporary, quality=95)
+            else:
+                shutil.copyfile(path, temporary)
+    return copies
+
+
+def is_turned(path: Path) -> bool:
+    with PIL.Image.open(path) as image:
+        return image.getexif().get(0x0112, 1) != 1
 
 
 def because(broken: dict[str, str]) -> str:
