@@ -32,7 +32,7 @@ CellOption = Annotated[
     float, typer.Option(help="Points this close can become one keypoint, in pixels as matched.")
 ]
 ErrorOption = Annotated[
-    float, typer.Option(help="Drop matches whose keypoint moved further, in pixels as matched.")
+    float, typer.Option(help="Drop matches further from their keypoints, in pixels as matched.")
 ]
 KeypointsOption = Annotated[int, typer.Option(help="Most keypoints of an image, the strongest ones.")]
 SharingOption = Annotated[

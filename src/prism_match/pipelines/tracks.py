@@ -3,8 +3,8 @@
 A matcher without a detector finds other points in each pair, so that no point is seen in more than two
 images. Here the points of all pairs of an image that lie in the same small cell become one keypoint, at
 their mean weighted by score; points near the border of a cell go to the strongest keypoint around; and
-every match is re-assigned to the keypoints of its two ends. What moved too far on the way is no longer the
-same point, and is dropped.
+every match is re-assigned to the keypoints of its two ends. Then all keypoints move a little, so that the
+matches between them hold as well as they can. A match that does not is dropped.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+import cv2
 import h5py
 import numpy as np
 
 from prism_match.errors import UserError
 from prism_match.files import atomic_path
 from prism_match.pipelines.store import Names, PairMatches, pair_key
+
+NEIGHBOURS = 8  # matches around one that tell how the images are stretched against each other
+SMOOTH = 0.25  # how far, as a share of their distance, those may be from agreeing
+ANCHOR = 0.05  # weight, in scores, of where a keypoint was at first: a track as a whole must not wander
+ROUNDS = 30
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class TrackOptions:
     there, however large the photos are."""
 
     cell: float = 2.0  # points this close can become one keypoint
-    max_error: float = 1.0  # a match whose end moved further is dropped
+    max_error: float = 1.0  # a match that is further from its keypoints is dropped
     max_keypoints: int = 8192  # of an image, those with the highest sum of scores
 
     def __post_init__(self) -> None:
@@ -96,10 +102,21 @@ def share_keypoints(
         )
         parts = np.split(index, np.cumsum([len(s) for s in scores])[:-1])
         assigned |= dict(zip(of_image, parts, strict=True))
-    matches = {
-        names: one_to_one(assigned[names, 0], assigned[names, 1], found[names].scores) for names in found
-    }
-    return SharedKeypoints(keypoints, {names: m for names, m in matches.items() if len(m)})
+    matches, raw = {}, {}
+    for names in found:
+        index = np.stack([assigned[names, 0], assigned[names, 1]], axis=1)
+        rows = one_to_one(index[:, 0], index[:, 1], found[names].scores)
+        if len(rows):
+            matches[names] = IndexedMatches(index[rows], found[names].scores[rows])
+            raw[names] = LocalMatches.of(found[names], rows)
+    refined = refine_positions(keypoints, matches, raw)
+    kept = {}
+    for names, m in matches.items():
+        xy0, xy1 = (refined[name].xy[m.index[:, side]] for side, name in enumerate(names))
+        near = raw[names].errors(xy0, xy1) <= options.max_error * scales.get(names[1], 1.0)
+        if near.any():
+            kept[names] = IndexedMatches(m.index[near], m.scores[near])
+    return SharedKeypoints(refined, kept)
 
 
 def merge_points(
@@ -160,9 +177,9 @@ def strongest_near(
     return best
 
 
-def one_to_one(index0: np.ndarray, index1: np.ndarray, scores: np.ndarray) -> IndexedMatches:
-    """Matches taken from the best on, each whose two keypoints are still free; index: n, -1 where there is
-    no keypoint."""
+def one_to_one(index0: np.ndarray, index1: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """m, int64: rows of matches taken from the best on, each whose two keypoints are still free; best first.
+    index: n, the keypoints of each match, -1 where there is none."""
     order = np.argsort(-scores, kind="stable")
     left = order[(index0[order] >= 0) & (index1[order] >= 0)]
     taken = []
@@ -176,8 +193,83 @@ def one_to_one(index0: np.ndarray, index1: np.ndarray, scores: np.ndarray) -> In
         free = ~(np.isin(ends[0], ends[0][best]) | np.isin(ends[1], ends[1][best]))
         left = left[free]
     chosen = np.concatenate(taken) if taken else left
-    chosen = chosen[np.argsort(-scores[chosen], kind="stable")]
-    return IndexedMatches(np.stack([index0[chosen], index1[chosen]], axis=1), scores[chosen])
+    return chosen[np.argsort(-scores[chosen], kind="stable")]
+
+
+@dataclass(frozen=True)
+class LocalMatches:
+    """Matches as they were found, with what they say about the points around them: x + d in the first image
+    is y + J d in the second, J being how that is stretched and turned against the first."""
+
+    x: np.ndarray  # m 2
+    y: np.ndarray  # m 2
+    jacobian: np.ndarray  # m 2 2
+
+    @staticmethod
+    def of(matches: PairMatches, rows: np.ndarray) -> LocalMatches:
+        jacobian = local_affine(matches.keypoints0, matches.keypoints1)[rows]
+        return LocalMatches(matches.keypoints0[rows], matches.keypoints1[rows], jacobian)
+
+    def errors(self, xy0: np.ndarray, xy1: np.ndarray) -> np.ndarray:
+        """m: pixels of the second image by which points (m 2 each) are not what the matches say."""
+        expected = self.y + np.einsum("nij,nj->ni", self.jacobian, xy0 - self.x)
+        return np.linalg.norm(xy1 - expected, axis=1)
+
+
+def refine_positions(
+    keypoints: dict[str, Keypoints], matches: dict[Names, IndexedMatches], raw: dict[Names, LocalMatches]
+) -> dict[str, Keypoints]:
+    """Keypoints moved so that all of their matches hold as well as they can: k1 - y = J (k0 - x) for each
+    of them, by least squares over all pairs, solved by relaxation."""
+    if not matches:
+        return keypoints
+    starts = np.cumsum([0, *map(len, keypoints.values())]).tolist()
+    start = dict(zip(keypoints, starts, strict=False))
+    origin = np.concatenate([k.xy for k in keypoints.values()]).astype(np.float64)
+    first, second = (
+        np.concatenate([start[names[side]] + m.index[:, side] for names, m in matches.items()])
+        for side in (0, 1)
+    )
+    x, y, forward = (
+        np.concatenate([getattr(raw[n], key) for n in matches]) for key in ("x", "y", "jacobian")
+    )
+    backward = np.linalg.inv(forward)
+    weight = np.concatenate([m.scores for m in matches.values()]).astype(np.float64)
+    total = ANCHOR + np.bincount(np.concatenate([first, second]), np.tile(weight, 2), minlength=len(origin))
+    xy = origin
+    for _ in range(ROUNDS):
+        pull = ANCHOR * origin
+        for ends, target in (
+            (second, y + np.einsum("nij,nj->ni", forward, xy[first] - x)),
+            (first, x + np.einsum("nij,nj->ni", backward, xy[second] - y)),
+        ):
+            for k in (0, 1):
+                pull[:, k] += np.bincount(ends, weight * target[:, k], minlength=len(origin))
+        xy = 0.5 * xy + 0.5 * pull / total[:, None]  # half of the way: all at once would swing
+    moved = np.split(xy.astype(np.float32), starts[1:-1])
+    return {name: Keypoints(m, k.scores) for (name, k), m in zip(keypoints.items(), moved, strict=True)}
+
+
+def local_affine(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
+    """n 2 2: how the offsets of each point's neighbours in image 0 become their offsets in image 1; the
+    identity where there is no telling."""
+    identity = np.broadcast_to(np.eye(2), (len(points0), 2, 2))
+    if len(points0) <= NEIGHBOURS:
+        return identity
+    a, b = (np.ascontiguousarray(p, np.float32) for p in (points0, points1))
+    _, nearest = cv2.batchDistance(a, a, cv2.CV_32F, K=NEIGHBOURS + 1)
+    d0, d1 = (p[nearest[:, 1:]].astype(np.float64) - p[:, None] for p in (a, b))
+    normal = np.einsum("nki,nkj->nij", d0, d0) + 1e-6 * np.eye(2)
+    jacobian = np.linalg.solve(normal, np.einsum("nki,nkj->nij", d0, d1)).transpose(0, 2, 1)
+    error = np.linalg.norm(d1 - np.einsum("nij,nkj->nki", jacobian, d0), axis=2).mean(axis=1)
+    stretch = np.linalg.svd(jacobian, compute_uv=False)
+    # Neighbours on another surface, or wrong ones, do not tell how this one is seen.
+    sound = (
+        (error < SMOOTH * np.linalg.norm(d0, axis=2).mean(axis=1))
+        & (stretch[:, 1] > 0.25)
+        & (stretch[:, 0] < 4)
+    )
+    return np.where((sound & (np.linalg.det(jacobian) > 0))[:, None, None], jacobian, identity)
 
 
 def save_tracks(path: Path, shared: SharedKeypoints, colours: dict[str, np.ndarray] | None = None) -> None:
