@@ -415,7 +415,38 @@ def test_a_broken_image_is_left_out(built, tmp_path):
     summary = reconstruct(photos, out, options, lambda: SyntheticMatcher(scene))
     assert list(summary["skipped"]) == ["view5.png"] and summary["registered"] == 5
     assert "view5.png" in (out / "report.md").read_text()
-    assert len(MatchStore(out / "matches.h5").pairs) == 9
+    assert len(MatchStore(out / "matches.h5").pairs) == summary["pairs"] == 9
+    # Other pairs that were matched before are left out if they are not asked for.
+    options = SfmOptions(cameras=GIVEN, threads=1, pairs=PairOptions("sequential", window=2))
+    summary = reconstruct(photos, out, options, lambda: SyntheticMatcher(scene))
+    assert summary["pairs"] == 7 and summary["verified_pairs"] <= 7
+
+
+def test_retrieved_pairs_and_their_cache(tmp_path, monkeypatch):
+    from prism_match.pipelines import retrieval
+    from prism_match.pipelines.sfm import retrieve_pairs
+
+    files, asked = {}, []
+    for n in range(5):
+        files[f"{n}.png"] = tmp_path / f"{n}.png"
+        write_noise(files[f"{n}.png"], n)
+    files["3.png"].write_bytes(b"broken")
+
+    def describe(matcher, images):
+        [path] = images
+        load_image(path)
+        asked.append(path.name)
+        angle = {"0": 0.0, "1": 3.0, "2": 0.1, "4": 3.1}[path.stem]
+        return np.array([[np.cos(angle), np.sin(angle)]], np.float32)
+
+    monkeypatch.setattr(retrieval, "global_descriptors", describe)
+    cache, matcher = tmp_path / "descriptors.npz", SyntheticMatcher(None)
+    for _ in range(2):
+        pairs, broken = retrieve_pairs(files, cache, 1, matcher, False)
+        assert pairs.tolist() == [[0, 2], [1, 4]] and list(broken) == ["3.png"]
+    assert asked == ["0.png", "1.png", "2.png", "4.png"]
+    cache.write_bytes(cache.read_bytes()[:50])
+    assert retrieve_pairs(files, cache, 1, matcher, False)[0].tolist() == [[0, 2], [1, 4]]
 
 
 def test_all_images_broken(tmp_path):

@@ -130,11 +130,14 @@ def sfm(
         return make_matcher(weights, model_config, device, precision, size, threshold, None)
 
     if matches_only:
-        store, broken = match_images(
-            find_images(images, out), writable_folder(out), options, load_matcher, True
-        )
-        summary: dict[str, Any] = {"pairs": len(store.pairs), "skipped": broken, "written": str(store.path)}
-        rows = {"pairs": len(store.pairs), "written": store.path}
+        found = match_images(find_images(images, out), writable_folder(out), options, load_matcher, True)
+        written = found.store.path
+        summary: dict[str, Any] = {
+            "pairs": len(found.pairs),
+            "skipped": found.broken,
+            "written": str(written),
+        }
+        rows = {"pairs": len(found.pairs), "written": written}
     else:
         summary = reconstruct(images, out, options, load_matcher, progress=True)
         rows = {

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from zipfile import BadZipFile
 
 import numpy as np
 import PIL.Image
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 EXHAUSTIVE_UP_TO = 40  # images; beyond that "auto" retrieves
 PAIR_MODES = ("auto", "exhaustive", "sequential", "retrieval")
+SECONDS_A_SAVE = 30.0  # of descriptions that a kill can cost
 Mapper = Literal["incremental", "global"]
 
 
@@ -104,8 +106,8 @@ def reconstruct(
     colmap.require()
     files = find_images(images, out)
     writable_folder(out)
-    store, broken = match_images(files, out, options, make_matcher, progress)
-    usable = {names for names in store.pairs if files.keys() >= set(names) and not broken.keys() & set(names)}
+    matched = match_images(files, out, options, make_matcher, progress)
+    store, usable, broken = matched.store, matched.pairs, matched.broken
     if not usable:
         raise UserError(f"{images}: no pair of its images was matched{because(broken)}")
     stages = Stages(out / "stages.json")
@@ -142,7 +144,7 @@ def reconstruct(
     )  # fmt: skip
     if not result["models"]:
         raise UserError(no_model(images, tracks, verified))
-    summary = summarise(files, broken, store, verified, result["models"], counts, options)
+    summary = summarise(files, matched, verified, result["models"], counts, options)
     summary["seconds"] = round(time.perf_counter() - began, 1)
     write_outputs(out, files, summary, result["models"][0], verified)
     return summary
@@ -163,21 +165,28 @@ def find_images(folder: Path, out: Path) -> dict[str, Path]:
     return {p.relative_to(folder).as_posix(): p for p in inside}
 
 
+@dataclass(frozen=True)
+class Matched:
+    store: MatchStore
+    pairs: set[Names]  # of the store, those that were asked for
+    broken: dict[str, str]  # images that cannot be read, with the reason
+
+
 def match_images(
     files: dict[str, Path],
     out: Path,
     options: SfmOptions,
     make_matcher: Callable[[], Matcher],
     progress: bool = False,
-) -> tuple[MatchStore, dict[str, str]]:
-    """The store with the matches of all pairs, and images that cannot be read, with the reason."""
+) -> Matched:
+    """The matches of all chosen pairs, or of all pairs in the store that the options name."""
     if options.matches is not None:
         store = MatchStore(options.matches)
         for name in files.keys() & store.images.keys():
             if file_digest(files[name]) != store.images[name].digest:
                 raise UserError(f"{options.matches}: its matches are of another {name} than the one here")
-        return store, {}
-    from prism_match.pipelines.batch import match_pairs, match_settings
+        return Matched(store, {pair for pair in store.pairs if files.keys() >= set(pair)}, {})
+    from prism_match.pipelines.batch import MAPS_IN_MEMORY, match_pairs, match_settings
 
     matcher = make_matcher()
     pairs, broken = choose_pairs(files, out, options.pairs, matcher, progress)
@@ -187,12 +196,14 @@ def match_images(
     at_once = options.batch_size or (8 if matcher.device.type == "cuda" else 1)
     broken |= match_pairs(
         matcher, files, pairs, store,
-        batch_size=at_once, features=out / "features", device=matcher.device,
-        maps_on_disk=round(options.features_gib * 2**30), progress=progress,
+        batch_size=at_once, maps_in_memory=max(MAPS_IN_MEMORY, 2 * at_once), features=out / "features",
+        maps_on_disk=round(options.features_gib * 2**30), device=matcher.device, progress=progress,
     )  # fmt: skip
     for reason in broken.values():
         print(f"prism: skipped: {reason}", file=sys.stderr)
-    return store, broken
+    names = list(files)
+    chosen = {frozenset((names[a], names[b])) for a, b in pairs}
+    return Matched(store, {pair for pair in store.pairs if frozenset(pair) in chosen}, broken)
 
 
 def choose_pairs(
@@ -222,25 +233,28 @@ def retrieve_pairs(
         try:
             with np.load(cache, allow_pickle=False) as stored:
                 known = dict(stored)
-        except (OSError, ValueError, KeyError):  # damaged: as good as not there
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # damaged: as good as not there
             pass
-    rows, numbers, broken, keys = [], [], {}, []
-    for n, (name, path) in enumerate(
-        tqdm(files.items(), "describing", unit="image", disable=None if progress else True)
-    ):
+    described: dict[str, Any] = {}
+    rows, numbers, broken, saved = [], [], {}, time.monotonic()
+
+    def save() -> None:
+        with atomic_path(cache) as temporary:
+            np.savez(temporary, **described)
+
+    bar = tqdm(files.items(), "describing", unit="image", disable=None if progress else True)
+    for n, (name, path) in enumerate(bar):
         try:
             key = f"{file_digest(path)}-{matcher.info.sha256}"
-            if key not in known:
-                known[key] = global_descriptors(matcher, [path])[0]
+            described[key] = known[key] if key in known else global_descriptors(matcher, [path])[0]
+            rows.append(described[key])
+            numbers.append(n)
         except UserError as error:
             broken[name] = str(error)
-            continue
-        rows.append(known[key])
-        numbers.append(n)
-        keys.append(key)
-    described: dict[str, Any] = {key: known[key] for key in keys}
-    with atomic_path(cache) as temporary:
-        np.savez(temporary, **described)
+        if time.monotonic() - saved > SECONDS_A_SAVE:
+            save()
+            saved = time.monotonic()
+    save()
     if len(rows) < 2:
         return np.zeros((0, 2), np.int64), broken
     return np.array(numbers)[pairing.nearest(np.stack(rows), neighbours)], broken
@@ -316,8 +330,7 @@ def no_model(images: Path, tracks: Path, verified: list[tuple[str, str, int]]) -
 
 def summarise(
     files: dict[str, Path],
-    broken: dict[str, str],
-    store: MatchStore,
+    matched: Matched,
     verified: list[tuple[str, str, int]],
     models: list[dict[str, Any]],
     counts: dict[str, int],
@@ -331,14 +344,14 @@ def summarise(
         "observations": best["observations"],
         "mean_track_length": best["mean_track_length"],
         "mean_reprojection_error": best["mean_reprojection_error"],
-        "not_registered": sorted(files.keys() - best["images"].keys() - broken.keys()),
-        "skipped": broken,
+        "not_registered": sorted(files.keys() - best["images"].keys() - matched.broken.keys()),
+        "skipped": matched.broken,
         "other_models": [model["registered"] for model in models[1:]],
-        "pairs": len(store.pairs),
+        "pairs": len(matched.pairs),
         "verified_pairs": len(verified),
         "keypoints": counts["keypoints"],
         "mapper": options.mapper,
-        "matching": store.settings,
+        "matching": matched.store.settings,
         "tracks": asdict(options.tracks),
     }
 
