@@ -68,8 +68,8 @@ def sfm(
     cameras: SharingOption = Sharing.auto,
     camera_model: ModelOption = "SIMPLE_RADIAL",
     intrinsics: IntrinsicsOption = None,
-    cell: CellOption = 2.0,
-    max_error: ErrorOption = 1.0,
+    cell: CellOption = 3.0,
+    max_error: ErrorOption = 1.5,
     max_keypoints: KeypointsOption = 8192,
     size: Annotated[Optional[int], typer.Option(help="Longer side to match at, in pixels [832].")] = None,
     threshold: Annotated[
@@ -167,8 +167,8 @@ def export_colmap(
     cameras: SharingOption = Sharing.auto,
     camera_model: ModelOption = "SIMPLE_RADIAL",
     intrinsics: IntrinsicsOption = None,
-    cell: CellOption = 2.0,
-    max_error: ErrorOption = 1.0,
+    cell: CellOption = 3.0,
+    max_error: ErrorOption = 1.5,
     max_keypoints: KeypointsOption = 8192,
     verify: Annotated[bool, typer.Option("--verify", help="Also check each pair by its geometry.")] = False,
     overwrite: Annotated[
