@@ -16,13 +16,14 @@ import cv2
 import numpy as np
 import PIL.Image
 import pytest
-from conftest import ASSETS
+from conftest import ASSETS, needs_shared
 from synthetic_matcher import SyntheticMatcher, make_photos, write_noise
 from synthetic_scene import K
 from typer.testing import CliRunner
 
 from prism_match.cli import app
 from prism_match.errors import UserError
+from prism_match.evaluation.posed import camera_matrices
 from prism_match.export.colmap import export_colmap
 from prism_match.export.nerf import camera_to_world, intrinsics
 from prism_match.geometry import align_similarity, rotation_angle
@@ -189,6 +190,30 @@ def test_matches_from_elsewhere_and_unknown_focal_lengths(built, tmp_path):
     write_noise(changed / "view0.png", 0)
     with pytest.raises(UserError, match="another view0.png"):
         reconstruct(changed, tmp_path / "out2", options, lambda: None)
+
+
+@pytest.mark.slow
+def test_real_photos(tmp_path):
+    """Five photos of a fountain, with the shipped weights at a small size."""
+    scene = needs_shared("eval/strecha/fountain-P11")
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for n in range(3, 8):
+        shutil.copy(scene / "images" / f"{n:04d}.jpg", photos)
+    command = ["sfm", str(photos), "-o", str(tmp_path / "out"), "--size", "320", "--pairs", "sequential",
+               "--window", "2", "--intrinsics", str(scene / "cameras.txt"), "--device", "cpu",
+               "--json", str(tmp_path / "sfm.json")]  # fmt: skip
+    assert CliRunner().invoke(app, command).exit_code == 0
+    summary = json.loads((tmp_path / "sfm.json").read_text())
+    assert summary["registered"] == 5 and summary["points"] > 500 and summary["mean_reprojection_error"] < 1.5
+    rows = [line.split() for line in (scene / "cameras.txt").read_text().splitlines() if line[0] != "#"]
+    truth = {row[0]: camera_matrices(np.array(row[1:], float))[1] for row in rows}
+    views = read_model(tmp_path / "out/sparse/0").views
+    ends = [camera_centres(np.stack([t[:3] for t in poses])) for poses in
+            ([v.T for v in views], [truth[v.name] for v in views])]  # fmt: skip
+    scale, rotation, translation = align_similarity(*ends)
+    errors = np.linalg.norm(scale * ends[0] @ rotation.T + translation - ends[1], axis=1)
+    assert np.median(errors) < 0.05  # metres, at a distance of 10
 
 
 # ---- the process of its own

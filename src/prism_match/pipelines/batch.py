@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,13 +70,7 @@ def match_pairs(
         raise UserError(f"{batch_size} pairs at a time need {2 * batch_size} feature maps in memory")
     names = list(images)
     involved = sorted({names[n] for n in np.unique(pairs)})
-    broken: dict[str, str] = {}
-    digests: dict[str, str] = {}
-    for name in involved:
-        try:
-            digests[name] = file_digest(images[name])
-        except UserError as error:
-            broken[name] = str(error)
+    digests, broken = try_each(involved, lambda name: file_digest(images[name]))
     store.forget({k for k, v in store.images.items() if k in digests and v.digest != digests[k]})
     todo = [(names[a], names[b]) for a, b in in_blocks(pairs, max(1, maps_in_memory // 2))]
     done = len(todo)
@@ -121,13 +115,20 @@ def match_pairs(
     flush()
     store.merge()
     shelf.clear()
-    for name in involved:  # those that had broken ones for all their partners were never looked at
-        if name not in store.images and name not in broken:
-            try:
-                load_image(images[name])
-            except UserError as error:
-                broken[name] = str(error)
-    return broken
+    # Those whose partners were all broken were never looked at.
+    unseen = [name for name in involved if name not in store.images and name not in broken]
+    return broken | try_each(unseen, lambda name: load_image(images[name]).name)[1]
+
+
+def try_each(names: list[str], work: Callable[[str], str]) -> tuple[dict[str, str], dict[str, str]]:
+    """What comes out for each name, and the reason for each that fails."""
+    results, problems = {}, {}
+    for name in names:
+        try:
+            results[name] = work(name)
+        except UserError as error:
+            problems[name] = str(error)
+    return results, problems
 
 
 class BrokenImage(UserError):

@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def emit(message: dict[str, Any]) -> None:
-    print(json.dumps(message), flush=True)
+    print("\n" + json.dumps(message), flush=True)  # on a line of its own, whatever COLMAP prints
 
 
 def write_database(
