@@ -24,6 +24,7 @@ from prism_match.cli_options import (
 )
 from prism_match.errors import UserError
 from prism_match.evaluation.commands import evaluate
+from prism_match.pipelines.commands import export, sfm
 from prism_match.training.commands import data, train
 
 if TYPE_CHECKING:
@@ -271,6 +272,8 @@ def info(
 app.command("eval")(evaluate)
 app.command()(train)
 app.add_typer(data, name="data")
+app.command()(sfm)
+app.add_typer(export, name="export")
 
 
 @app.callback(invoke_without_command=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import os
 import pickle
 import tempfile
@@ -50,6 +52,16 @@ def writable_folder(path: str | Path) -> Path:
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError(f"{path}: the folder cannot be written to")
     return path
+
+
+def short_hash(value: Any) -> str:
+    """Of anything that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def write_json(path: Path, value: Any) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 class _ArraysOnly(pickle.Unpickler):

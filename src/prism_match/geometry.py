@@ -246,3 +246,15 @@ def direction_angle(a: np.ndarray, b: np.ndarray) -> float:
     """Degrees between two translations whose sign and length are unknown: 0 to 90."""
     cosine = abs(a @ b) / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12)
     return float(np.degrees(np.arccos(np.clip(cosine, -1, 1))))
+
+
+def align_similarity(source: np.ndarray, target: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+    """Scale, rotation (3 3) and translation (3) that bring points n 3 closest to others, by least squares:
+    target = scale * rotation @ source + translation. Three points that are not on a line are needed."""
+    mean0, mean1 = source.mean(axis=0), target.mean(axis=0)
+    x, y = source - mean0, target - mean1
+    u, d, vt = np.linalg.svd(y.T @ x)
+    sign = np.array([1.0, 1.0, np.sign(np.linalg.det(u) * np.linalg.det(vt))])
+    rotation = u * sign @ vt
+    scale = float((d * sign).sum() / max((x**2).sum(), 1e-12))
+    return scale, rotation, mean1 - scale * rotation @ mean0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -118,36 +118,48 @@ class Matcher:
     def _match_chunk(self, chunk: list[PairLike], cache: FeatureCache, details: bool) -> list[Matches]:
         if any(len(pair) not in (2, 4) for pair in chunk):
             raise UserError("a pair must be (image0, image1) or (image0, image1, mask0, mask1)")
-        entries: dict[Any, CacheEntry] = {}
-        for source in (source for pair in chunk for source in pair[:2]):
-            key = image_key(source)
-            if key not in entries:
-                entries[key] = cache.get(key) or CacheEntry(source, self._prepare(source))
-        missing = [e for e in entries.values() if e.features is None]
-        for group in group_by(missing, lambda e: e.prepared.padded_size):
-            for entry, features in zip(group, self._extract([e.prepared for e in group]), strict=True):
-                entry.features = features
-        results: dict[int, Matches] = {}
+        sources = {image_key(source): source for pair in chunk for source in pair[:2]}
+        known = {key: entry for key in sources if (entry := cache.get(key)) is not None}
+        new = [key for key in sources if key not in known]
+        extracted = self.extract([sources[key] for key in new])
+        known |= {k: CacheEntry(sources[k], image) for k, image in zip(new, extracted, strict=True)}
         pairs = []
-        for pair in chunk:
-            a, b = (entries[image_key(source)] for source in pair[:2])
-            mask0, mask1 = pair[2:] or (None, None)
-            pairs.append((a, b, Pair(a.prepared.masked(mask0), b.prepared.masked(mask1))))
-        for group in group_by(list(enumerate(pairs)), lambda x: x[1][2].padded_sizes):
+        for image0, image1, *masks in chunk:
+            a, b = (known[image_key(source)].image for source in (image0, image1))
+            mask0, mask1 = masks or (None, None)
+            pairs.append((a.masked(mask0), b.masked(mask1)))
+        cache.add(known)
+        return self.match_extracted(pairs, details=details)
+
+    def extract(self, images: Sequence[ImageLike], *, size: int | None = None) -> list[ImageFeatures]:
+        """What the backbone sees in each image, to be matched any number of times.
+        size: the longer side to shrink to; None: the matcher's."""
+        prepared = [self._prepare(image, size=size) for image in images]
+        results: dict[int, ImageFeatures] = {}
+        for group in group_by(list(enumerate(prepared)), lambda x: x[1].padded_size):
+            for (n, p), features in zip(group, self._extract([p for _, p in group]), strict=True):
+                results[n] = ImageFeatures(p, features)
+        return [results[n] for n in range(len(prepared))]
+
+    def match_extracted(
+        self, pairs: Sequence[tuple[ImageFeatures, ImageFeatures]], *, details: bool = False
+    ) -> list[Matches]:
+        """The matches of each pair of images that `extract` has seen; pairs of equal padded size at once."""
+        results: dict[int, Matches] = {}
+        for group in group_by(list(enumerate(pairs)), lambda x: tuple(i.prepared.padded_size for i in x[1])):
             matches = self._match_batch(
-                [pair for _, (_, _, pair) in group],
-                [a.features for _, (a, _, _) in group],
-                [b.features for _, (_, b, _) in group],
+                [Pair(a.prepared, b.prepared) for _, (a, b) in group],
+                [a.features for _, (a, _) in group],
+                [b.features for _, (_, b) in group],
                 details,
             )
             results |= {n: m for (n, _), m in zip(group, matches, strict=True)}
-        cache.add(entries)
-        return [results[n] for n in range(len(chunk))]
+        return [results[n] for n in range(len(pairs))]
 
-    def _prepare(self, source: ImageLike, mask: MaskLike = None) -> Prepared:
+    def _prepare(self, source: ImageLike, mask: MaskLike = None, size: int | None = None) -> Prepared:
         image = load_image(source)
         width, height = image.size
-        scale = min(self.size / max(width, height), 1.0)
+        scale = min((size or self.size) / max(width, height), 1.0)
         w, h = max(CELL, round(width * scale)), max(CELL, round(height * scale))
         in_memory = image if not isinstance(source, (str, os.PathLike)) else None
         return Prepared(resize(image.gray, w, h), image.size, image.name, in_memory).masked(mask)
@@ -285,16 +297,27 @@ class Pair:
     a: Prepared
     b: Prepared
 
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """An image as the model takes it, with what the backbone sees in it."""
+
+    prepared: Prepared
+    features: Features
+
+    def masked(self, mask: MaskLike) -> ImageFeatures:
+        return self if mask is None else replace(self, prepared=self.prepared.masked(mask))
+
     @property
-    def padded_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        return self.a.padded_size, self.b.padded_size
+    def nbytes(self) -> int:
+        tensors = (self.features.coarse, self.features.fine, self.features.valid)
+        return sum(t.numel() * t.element_size() for t in tensors) + self.prepared.gray.nbytes
 
 
-@dataclass
+@dataclass(frozen=True)
 class CacheEntry:
     source: ImageLike  # held so that the identity of an object stays its own
-    prepared: Prepared
-    features: Features | None = None
+    image: ImageFeatures
 
 
 class FeatureCache:
@@ -310,18 +333,12 @@ class FeatureCache:
     def add(self, entries: dict[Any, CacheEntry]) -> None:
         for key, entry in entries.items():
             if key not in self.entries:
-                self.used += entry_bytes(entry)
+                self.used += entry.image.nbytes
             self.entries[key] = entry
             self.entries.move_to_end(key)
         while self.used > self.limit and self.entries:
             _, dropped = self.entries.popitem(last=False)
-            self.used -= entry_bytes(dropped)
-
-
-def entry_bytes(entry: CacheEntry) -> int:
-    assert entry.features is not None
-    tensors = (entry.features.coarse, entry.features.fine, entry.features.valid)
-    return sum(t.numel() * t.element_size() for t in tensors) + entry.prepared.gray.nbytes
+            self.used -= dropped.image.nbytes
 
 
 def image_key(source: ImageLike) -> Any:

@@ -3,7 +3,6 @@ scores are worked out by all cores beside it. What is done is on disk, so that a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -22,7 +21,7 @@ from prism_match.errors import UserError
 from prism_match.evaluation.methods import ImagePair, Method
 from prism_match.evaluation.metrics import auc
 from prism_match.evaluation.pairs import Pair, Resize, name_apart, scale_points
-from prism_match.files import atomic_path, writable_folder
+from prism_match.files import atomic_path, short_hash, writable_folder, write_json
 from prism_match.images import Image, load_image, resize
 from prism_match.matches import Matches
 
@@ -334,15 +333,6 @@ def score_to_json(score: Score) -> dict[str, Any]:
 
 def score_from_json(values: dict[str, Any]) -> Score:
     return Score(**values | {"error": float("inf") if values["error"] is None else values["error"]})
-
-
-def short_hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def write_json(path: Path, value: Any) -> None:
-    with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -1,0 +1,65 @@
+"""Which images may show the same place: a global descriptor pooled from the matcher's own backbone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from prism_match.errors import UserError
+from prism_match.images import ImageLike
+from prism_match.matcher import ImageFeatures, Matcher
+
+SIZE = 320  # longer side in pixels
+POWER = 3.0  # of the generalised mean: 1 is the mean, infinity the maximum
+
+
+def global_descriptors(matcher: Matcher, images: Sequence[ImageLike], progress: bool = False) -> np.ndarray:
+    """n d, float32, of unit length: one descriptor per image, independent of the other images.
+    `top_pairs` compares them."""
+    from tqdm import tqdm
+
+    rows = [
+        pool(matcher.extract([image], size=SIZE)[0])
+        for image in tqdm(images, "describing", unit="image", disable=None if progress else True)
+    ]
+    return np.stack(rows) if rows else np.zeros((0, 2 * matcher.model.config.coarse_dim), np.float32)
+
+
+@torch.inference_mode()
+def pool(image: ImageFeatures) -> np.ndarray:
+    """d: the generalised mean over the cells of an image of each channel's positive part, then of each
+    channel's negative part."""
+    cells = image.features.coarse[image.features.valid].float()  # n c
+    signed = torch.cat([cells, -cells], dim=1).clamp(min=1e-6)
+    pooled = signed.pow(POWER).mean(dim=0).pow(1 / POWER).cpu().numpy()
+    return unit(pooled[None])[0]
+
+
+def top_pairs(queries: np.ndarray, references: np.ndarray | None, k: int) -> np.ndarray:
+    """m 2, int64: for each query (n d) the rows of its k nearest references (r d), nearest first.
+    Without references the queries are compared with each other, and never with themselves."""
+    if k < 1:
+        raise UserError(f"the number of images to retrieve must be at least 1, not {k}")
+    among = queries if references is None else references
+    if not len(queries) or not len(among):
+        return np.zeros((0, 2), np.int64)
+    similarity = similarities(queries, among)
+    if references is None:
+        np.fill_diagonal(similarity, -np.inf)
+        k = min(k, len(among) - 1)
+    nearest = np.argsort(-similarity, axis=1, kind="stable")[:, :k]
+    rows = np.repeat(np.arange(len(queries)), nearest.shape[1])
+    return np.stack([rows, nearest.ravel()], axis=1)
+
+
+def similarities(queries: np.ndarray, references: np.ndarray) -> np.ndarray:
+    """n r, in [-1, 1]. What all images have in common says nothing about any of them: the mean of the
+    references is taken away before the angles are measured."""
+    mean = references.mean(axis=0)
+    return unit(queries - mean) @ unit(references - mean).T
+
+
+def unit(rows: np.ndarray) -> np.ndarray:
+    return (rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)).astype(np.float32)

@@ -1,0 +1,400 @@
+"""A folder of photos becomes a reconstruction: pairs, matches, tracks, database, verification, mapper.
+
+What a stage has done stays in the output folder with a hash of all that went into it, so that a run that
+was killed goes on where it was, and a change of an option repeats only what depends on it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from zipfile import BadZipFile
+
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
+from tqdm import tqdm
+
+from prism_match.errors import UserError
+from prism_match.evaluation.pairs import IMAGE_SUFFIXES
+from prism_match.export.colmap import colmap_error, write_database
+from prism_match.export.nerf import write_transforms
+from prism_match.files import atomic_path, short_hash, writable_folder, write_json
+from prism_match.images import load_image
+from prism_match.pipelines import colmap
+from prism_match.pipelines import pairs as pairing
+from prism_match.pipelines.cameras import CameraOptions, choose_cameras
+from prism_match.pipelines.report import write_report
+from prism_match.pipelines.store import MatchStore, Names, file_digest
+from prism_match.pipelines.tracks import (
+    SharedKeypoints,
+    TrackOptions,
+    load_tracks,
+    save_tracks,
+    share_keypoints,
+)
+
+if TYPE_CHECKING:
+    from prism_match.matcher import Matcher
+
+EXHAUSTIVE_UP_TO = 40  # images; beyond that "auto" retrieves
+PAIR_MODES = ("auto", "exhaustive", "sequential", "retrieval")
+SECONDS_A_SAVE = 30.0  # of descriptions that a kill can cost
+Mapper = Literal["incremental", "global"]
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    mode: str = "auto"  # auto, exhaustive, sequential, retrieval, or a file with two names a line
+    window: int = 10  # sequential: images that follow
+    loop: bool = False  # sequential: the first follows the last
+    neighbours: int = 20  # retrieval: images that look most alike
+
+    def __post_init__(self) -> None:
+        if self.mode not in PAIR_MODES and not Path(self.mode).is_file():
+            raise UserError(f"pairs are {', '.join(PAIR_MODES)} or a file that lists them, not {self.mode}")
+        if min(self.window, self.neighbours) < 1:
+            raise UserError("the window and the number of neighbours must be at least 1")
+
+
+@dataclass(frozen=True)
+class SfmOptions:
+    pairs: PairOptions = field(default_factory=PairOptions)
+    tracks: TrackOptions = field(default_factory=TrackOptions)
+    cameras: CameraOptions = field(default_factory=CameraOptions)
+    mapper: Mapper = "incremental"
+    matches: Path | None = None  # a store to use as it is, instead of matching
+    batch_size: int | None = None  # pairs at a time; None: 8 on a GPU, 1 elsewhere
+    features_gib: float = 8.0  # disk for feature maps while matching
+    threads: int = -1  # of COLMAP
+
+
+class Stages:
+    """Which stages are done, with the key of what went in and what came out, in a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.done: dict[str, Any] = {}
+        with suppress(OSError, ValueError):  # none yet, or damaged: begin anew
+            self.done = json.loads(path.read_text(encoding="utf-8"))
+
+    def run(self, name: str, key: str, product: Path, work: Callable[[], Any]) -> Any:
+        """The result of a stage: of this run, or of an earlier one with the same key."""
+        known = self.done.get(name)
+        if known is not None and known["key"] == key and product.exists():
+            return known["result"]
+        if self.done.pop(name, None) is not None:  # its product is about to change
+            write_json(self.path, self.done)
+        result = work()
+        self.done[name] = {"key": key, "result": result}
+        write_json(self.path, self.done)
+        return result
+
+
+def reconstruct(
+    images: Path, out: Path, options: SfmOptions, make_matcher: Callable[[], Matcher], progress: bool = False
+) -> dict[str, Any]:
+    """The whole of `prism sfm`; what --json holds. Raises `UserError` where there is nothing to build on."""
+    began = time.perf_counter()
+    colmap.require()
+    files = find_images(images, out)
+    writable_folder(out)
+    matched = match_images(files, out, options, make_matcher, progress)
+    store, usable, broken = matched.store, matched.pairs, matched.broken
+    if not usable:
+        raise UserError(f"{images}: no pair of its images was matched{because(broken)}")
+    stages = Stages(out / "stages.json")
+
+    inputs = [[*names, *(store.images[n].digest for n in names)] for names in sorted(usable)]
+    key = short_hash([store.settings, inputs, asdict(options.tracks)])
+    tracks = out / "tracks.h5"
+    counts = stages.run(
+        "tracks", key, tracks, lambda: make_tracks(store, usable, files, tracks, options, progress)
+    )
+    if not counts["matches"]:
+        raise UserError(f"{images}: no two of its {len(files)} images have anything in common that was found")
+
+    sizes = {name: (files[name], store.images[name].size) for name in files if name in store.images}
+    cameras = choose_cameras({k: v for k, v in sizes.items() if k not in broken}, options.cameras)
+    key = short_hash([key, cameras.cameras, cameras.of_image])
+    database = out / "database.db"
+
+    def fill_database() -> list[Any]:
+        database.unlink(missing_ok=True)
+        return write_database(tracks, database, cameras, verify=colmap_error(store))[1]
+
+    with working("verifying", progress):
+        verified = [tuple(row) for row in stages.run("database", key, database, fill_database)]
+    if not verified:
+        raise UserError(
+            f"{images}: none of the {counts['pairs']} matched pairs agrees with one scene seen by two "
+            "cameras; do the photos show the same place?"
+        )
+    key = short_hash([key, options.mapper])
+    result = stages.run(
+        "model", key, out / "sparse" / "0",
+        lambda: run_mapper(out, options, len(cameras.of_image), colmap_error(store), progress),
+    )  # fmt: skip
+    if not result["models"]:
+        raise UserError(no_model(images, tracks, verified))
+    summary = summarise(files, matched, verified, result["models"], counts, options)
+    summary["seconds"] = round(time.perf_counter() - began, 1)
+    write_outputs(out, files, summary, result["models"][0], verified)
+    return summary
+
+
+def find_images(folder: Path, out: Path) -> dict[str, Path]:
+    """Every image in a folder and the folders in it, by its path from there; none of the output's."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder of images")
+    found = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+    inside = [
+        p for p in found if out.resolve() not in p.resolve().parents or out.resolve() == folder.resolve()
+    ]
+    if len(inside) < 2:
+        raise UserError(
+            f"{folder}: {len(inside) or 'no'} image{'s' * (not inside)} in it; at least two are needed"
+        )
+    return {p.relative_to(folder).as_posix(): p for p in inside}
+
+
+@dataclass(frozen=True)
+class Matched:
+    store: MatchStore
+    pairs: set[Names]  # of the store, those that were asked for
+    broken: dict[str, str]  # images that cannot be read, with the reason
+
+
+def match_images(
+    files: dict[str, Path],
+    out: Path,
+    options: SfmOptions,
+    make_matcher: Callable[[], Matcher],
+    progress: bool = False,
+) -> Matched:
+    """The matches of all chosen pairs, or of all pairs in the store that the options name."""
+    if options.matches is not None:
+        store = MatchStore(options.matches)
+        for name in files.keys() & store.images.keys():
+            if file_digest(files[name]) != store.images[name].digest:
+                raise UserError(f"{options.matches}: its matches are of another {name} than the one here")
+        return Matched(store, {pair for pair in store.pairs if files.keys() >= set(pair)}, {})
+    from prism_match.pipelines.batch import MAPS_IN_MEMORY, match_pairs, match_settings
+
+    matcher = make_matcher()
+    pairs, broken = choose_pairs(files, out, options.pairs, matcher, progress)
+    store = MatchStore(out / "matches.h5", match_settings(matcher))
+    if store.replaced is not None:
+        print(f"prism: matches with other settings are kept as {store.replaced}", file=sys.stderr)
+    at_once = options.batch_size or (8 if matcher.device.type == "cuda" else 1)
+    broken |= match_pairs(
+        matcher, files, pairs, store,
+        batch_size=at_once, maps_in_memory=max(MAPS_IN_MEMORY, 2 * at_once), features=out / "features",
+        maps_on_disk=round(options.features_gib * 2**30), device=matcher.device, progress=progress,
+    )  # fmt: skip
+    for reason in broken.values():
+        print(f"prism: skipped: {reason}", file=sys.stderr)
+    names = list(files)
+    chosen = {frozenset((names[a], names[b])) for a, b in pairs}
+    return Matched(store, {pair for pair in store.pairs if frozenset(pair) in chosen}, broken)
+
+
+def choose_pairs(
+    files: dict[str, Path], out: Path, options: PairOptions, matcher: Matcher, progress: bool
+) -> tuple[np.ndarray, dict[str, str]]:
+    """m 2, numbers of the files; and files that could not be read on the way."""
+    mode = options.mode
+    if mode == "auto":
+        mode = "exhaustive" if len(files) <= EXHAUSTIVE_UP_TO else "retrieval"
+    if mode == "exhaustive":
+        return pairing.exhaustive(len(files)), {}
+    if mode == "sequential":
+        return pairing.sequential(len(files), options.window, options.loop), {}
+    if mode == "retrieval":
+        return retrieve_pairs(files, out / "descriptors.npz", options.neighbours, matcher, progress)
+    return pairing.from_file(mode, list(files)), {}
+
+
+def retrieve_pairs(
+    files: dict[str, Path], cache: Path, neighbours: int, matcher: Matcher, progress: bool
+) -> tuple[np.ndarray, dict[str, str]]:
+    """Descriptors stay in `cache` by the digest of their image and the weights."""
+    from prism_match.pipelines.retrieval import global_descriptors
+
+    known: dict[str, np.ndarray] = {}
+    if cache.is_file():
+        try:
+            with np.load(cache, allow_pickle=False) as stored:
+                known = dict(stored)
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # damaged: as good as not there
+            pass
+    described: dict[str, Any] = {}
+    rows, numbers, broken, saved = [], [], {}, time.monotonic()
+
+    def save() -> None:
+        with atomic_path(cache) as temporary:
+            np.savez(temporary, **described)
+
+    bar = tqdm(files.items(), "describing", unit="image", disable=None if progress else True)
+    for n, (name, path) in enumerate(bar):
+        try:
+            key = f"{file_digest(path)}-{matcher.info.sha256}"
+            described[key] = known[key] if key in known else global_descriptors(matcher, [path])[0]
+            rows.append(described[key])
+            numbers.append(n)
+        except UserError as error:
+            broken[name] = str(error)
+        if time.monotonic() - saved > SECONDS_A_SAVE:
+            save()
+            saved = time.monotonic()
+    save()
+    if len(rows) < 2:
+        return np.zeros((0, 2), np.int64), broken
+    return np.array(numbers)[pairing.nearest(np.stack(rows), neighbours)], broken
+
+
+def make_tracks(
+    store: MatchStore,
+    usable: set[Names],
+    files: dict[str, Path],
+    path: Path,
+    options: SfmOptions,
+    progress: bool,
+) -> dict[str, int]:
+    with working("merging", progress):
+        shared = share_keypoints(
+            ((n, m) for n, m in store.load_all() if n in usable), options.tracks, store.scales
+        )
+    colours = keypoint_colours(shared, files, progress)
+    save_tracks(path, shared, colours)
+    return {
+        "pairs": len(shared.matches),
+        "matches": sum(map(len, shared.matches.values())),
+        "keypoints": sum(map(len, shared.keypoints.values())),
+    }
+
+
+def keypoint_colours(
+    shared: SharedKeypoints, files: dict[str, Path], progress: bool
+) -> dict[str, np.ndarray]:
+    """k 3, uint8, by image: the pixel that a keypoint is on."""
+    colours = {}
+    for name, points in tqdm(
+        shared.keypoints.items(), "colouring", unit="image", disable=None if progress else True
+    ):
+        rgb = load_image(files[name]).rgb
+        x, y = np.rint(points.xy).astype(int).T
+        colours[name] = rgb[y.clip(0, rgb.shape[0] - 1), x.clip(0, rgb.shape[1] - 1)]
+    return colours
+
+
+def run_mapper(
+    out: Path, options: SfmOptions, images: int, max_error: float, progress: bool
+) -> dict[str, Any]:
+    with tqdm(total=images, desc="mapping", unit="image", disable=None if progress else True) as bar:
+        return colmap.run(
+            "reconstruct", lambda _: bar.update(),
+            database=str(out / "database.db"), tracks=str(out / "tracks.h5"), out=str(out / "sparse"),
+            mapper=options.mapper, refine_intrinsics=options.cameras.intrinsics is None,
+            threads=options.threads, max_error=max_error,
+        )  # fmt: skip
+
+
+def no_model(images: Path, tracks: Path, verified: list[tuple[str, str, int]]) -> str:
+    """Why the mapper has found no pair of images to begin with."""
+    shared, _ = load_tracks(tracks)
+    motions = []
+    for (a, b), matches in shared.matches.items():
+        first, second = (
+            shared.keypoints[a].xy[matches.index[:, 0]],
+            shared.keypoints[b].xy[matches.index[:, 1]],
+        )
+        motions.append(float(np.median(np.linalg.norm(first - second, axis=1))))
+    if max(motions) < 1:
+        return (
+            f"{images}: the images are all the same: nothing moves between them, so there is no depth to find"
+        )
+    most = max(n for _, _, n in verified)
+    return (
+        f"{images}: {len(verified)} pairs of images share up to {most} points, but none of them gives a "
+        "first pair of cameras: the photos show different things, or were all taken from one place"
+    )
+
+
+def summarise(
+    files: dict[str, Path],
+    matched: Matched,
+    verified: list[tuple[str, str, int]],
+    models: list[dict[str, Any]],
+    counts: dict[str, int],
+    options: SfmOptions,
+) -> dict[str, Any]:
+    best = models[0]
+    return {
+        "images": len(files),
+        "registered": best["registered"],
+        "points": best["points"],
+        "observations": best["observations"],
+        "mean_track_length": best["mean_track_length"],
+        "mean_reprojection_error": best["mean_reprojection_error"],
+        "not_registered": sorted(files.keys() - best["images"].keys() - matched.broken.keys()),
+        "skipped": matched.broken,
+        "other_models": [model["registered"] for model in models[1:]],
+        "pairs": len(matched.pairs),
+        "verified_pairs": len(verified),
+        "keypoints": counts["keypoints"],
+        "mapper": options.mapper,
+        "matching": matched.store.settings,
+        "tracks": asdict(options.tracks),
+    }
+
+
+def write_outputs(
+    out: Path,
+    files: dict[str, Path],
+    summary: dict[str, Any],
+    model: dict[str, Any],
+    verified: list[tuple[str, str, int]],
+) -> None:
+    shown = {name: files[name] for name in model["images"]}
+    shown = upright_copies(shown, out / "images")
+    write_transforms(out / "transforms.json", model, shown, out / "sparse" / "0" / "points.ply")
+    write_report(out, summary, model, verified)
+
+
+def upright_copies(files: dict[str, Path], folder: Path) -> dict[str, Path]:
+    """Tools that read the model look at pixels as they are stored, we at those that are shown. So where EXIF
+    turns a photo, there are copies of all of them in `folder`, with nothing left to be turned."""
+    if not any(is_turned(path) for path in files.values()):
+        return files
+    copies = {name: folder / name for name in files}
+    for name, path in files.items():
+        copies[name].parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(copies[name]) as temporary:
+            if is_turned(path):
+                with PIL.Image.open(path) as image:
+                    PIL.ImageOps.exif_transpose(image).save(temporary, quality=95)
+            else:
+                shutil.copyfile(path, temporary)
+    return copies
+
+
+def is_turned(path: Path) -> bool:
+    with PIL.Image.open(path) as image:
+        return image.getexif().get(0x0112, 1) != 1
+
+
+def because(broken: dict[str, str]) -> str:
+    return f"; {len(broken)} cannot be read, the first: {next(iter(broken.values()))}" if broken else ""
+
+
+def working(what: str, progress: bool) -> Any:
+    """A bar without a length: it tells what is going on, and how long it took."""
+    return tqdm(desc=what, bar_format="{desc}: {elapsed}", disable=None if progress else True)
