@@ -89,7 +89,10 @@ def read_model(path: Path | str) -> Model:
 
     Raises UserError with one line naming the file that is missing or damaged.
     """
-    folder, suffix = _find(Path(path))
+    found = _find(Path(path))
+    if found is None:
+        raise UserError(f"{path}: no COLMAP model here (no images.bin or images.txt)")
+    folder, suffix = found
     read_cameras, read_images, read_points = _READERS[suffix]
     cameras = _guarded(read_cameras, folder / f"cameras{suffix}")
     ids, xyz = _guarded(read_points, folder / f"points3D{suffix}")
@@ -105,12 +108,17 @@ def read_model(path: Path | str) -> Model:
 # ---- file formats
 
 
-def _find(path: Path) -> tuple[Path, str]:
+def is_model(path: Path) -> bool:
+    """Whether `read_model` finds a model there."""
+    return _find(path) is not None
+
+
+def _find(path: Path) -> tuple[Path, str] | None:
     for folder in (path, path / "sparse", path / "sparse" / "0"):
         for suffix in (".bin", ".txt"):
             if (folder / f"images{suffix}").is_file():
                 return folder, suffix
-    raise UserError(f"{path}: no COLMAP model here (no images.bin or images.txt)")
+    return None
 
 
 def _guarded(read: Callable[[Path], Parsed], file: Path) -> Parsed:

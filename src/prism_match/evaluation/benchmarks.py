@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from prism_match.evaluation.hpatches import SHORTER_SIDE, evaluate_homography, read_hpatches
+from prism_match.evaluation.localization import localization
 from prism_match.evaluation.masks import masks
 from prism_match.evaluation.megadepth import read_megadepth
 from prism_match.evaluation.methods import Method
@@ -78,4 +79,5 @@ BENCHMARKS: dict[str, Callable[[Options], Report]] = {
     "resolution": resolution,
     "ablation": ablation,
     "thresholds": thresholds,
+    "localization": localization,
 }

@@ -1,0 +1,1 @@
+"""Matches in the formats of other tools."""
