@@ -13,7 +13,7 @@ qz tx ty tz) beside it, those photos are the queries and the map stays whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -34,8 +34,9 @@ from prism_match.evaluation.triangulate import PosedCamera, triangulate_map
 from prism_match.geometry import rotation_angle
 from prism_match.matches import Matches
 from prism_match.pipelines.localize import Localized, Query, localize, read_poses, read_retrieval
-from prism_match.pipelines.maps import SNAP_RADIUS, DepthMap, Hidden, Map, SfmMap, without
-from prism_match.pipelines.pnp import PnpBackend
+from prism_match.pipelines.maps import SNAP_RADIUS, DepthMap, Map, SfmMap, without
+from prism_match.pipelines.pnp import PnpBackend, choose_backend
+from prism_match.pipelines.query_matching import match_queries, retrieve
 
 WITHIN = ((0.25, 2.0), (0.5, 5.0), (1.0, 10.0))  # metres and degrees, as the paper has them
 TOP = 5  # map photos that a query is matched with
@@ -80,17 +81,20 @@ def localization(o: Options) -> Report:
         [Pair(name=str(n), image0=Path(), image1=Path()) for n in range(len(cases))], o.pairs, o.seed
     )
     cases = [cases[int(p.name)] for p in kept]
+    jobs = {
+        f"{scene.name}/{query.name}": (query.path, {n: scene.photos[n] for n in names})
+        for scene, query, names in cases
+    }
+    by_name = dict(zip(jobs, cases, strict=True))
     clock = Clock()
     outcomes = []
-    jobs = [(f"{s.name}/{q.name}", q, {n: s.photos[n] for n in names}) for s, q, names in cases]
-    by_job = {job[0]: case for job, case in zip(jobs, cases, strict=True)}
-    for name, matched, problems in match_queries(jobs, method, resizing, o.run, "localization", clock):
-        scene, query, _ = by_job[name]
+    for matched in match_queries(jobs, method, resizing, match_cache(o.run), clock, o.run.progress):
+        scene, query, _ = by_name[matched.query]
         found = localize(
-            query, matched, scene.map_for(query.name), threshold=threshold, backend=backend, seed=o.seed
+            query, matched.found, scene.map_for(query.name), threshold=threshold, backend=backend, seed=o.seed
         )
-        if found.T is None and problems:
-            found = replace(found, problem="; ".join([found.problem, *problems]))
+        if found.T is None and matched.problems:
+            found = replace(found, problem="; ".join([found.problem, *matched.problems]))
         outcomes.append(compare(scene.name, found, scene.truth[query.name]))
     settings = {
         "size": resizing.side, "resize": str(resizing), "ransac": backend, "threshold": threshold,
@@ -103,45 +107,12 @@ def pnp_backend(o: Options) -> PnpBackend:
     """A pose is estimated by OpenCV or by PoseLib."""
     if o.ransac == "usac":
         raise UserError("localization has the back ends opencv and poselib")
-    from prism_match.pipelines.pnp import choose_backend
-
     return choose_backend(o.ransac)
 
 
-def match_queries(
-    jobs: Sequence[tuple[str, Query, dict[str, Path]]],
-    method: Method,
-    resizing: Resize,
-    run: Run,
-    what: str,
-    clock: Clock,
-) -> Iterator[tuple[str, list[tuple[str, Matches]], list[str]]]:
-    """For each job (a name, a query, its map photos), once all its pairs are matched: its name, the map
-    photos with their matches in the order given, and what went wrong with others. Matches are kept in the
-    cache, or else in the folder of the results, so that a run goes on where it was."""
-    cache = run.cache or (run.out / "matches" if run.out else None)
-    pairs = [
-        Pair(name=f"{name}\t{photo}", image0=query.path, image1=path, split=name, scene=photo)
-        for name, query, photos in jobs
-        for photo, path in photos.items()
-    ]
-    waiting = {name: len(photos) for name, _, photos in jobs}
-    matched: dict[str, dict[str, Matches]] = {name: {} for name, _, _ in jobs}
-    problems: dict[str, list[str]] = {name: [] for name, _, _ in jobs}
-    order = {name: list(photos) for name, _, photos in jobs}
-    with progress_bar(len(pairs), 0, what, run.progress) as tick:
-        yield from ((name, [], []) for name, count in waiting.items() if not count)
-        for pair, found in match_all(pairs, method, resizing, cache, clock):
-            name = pair.split
-            if isinstance(found, str):
-                problems[name].append(found)
-            else:
-                matched[name][pair.scene] = found
-            waiting[name] -= 1
-            tick()
-            if not waiting[name]:
-                mine = matched.pop(name)
-                yield name, [(photo, mine[photo]) for photo in order[name] if photo in mine], problems[name]
+def match_cache(run: Run) -> Path | None:
+    """Where matches are kept, so that a run goes on where it was."""
+    return run.cache or (run.out / "matches" if run.out else None)
 
 
 def rank_photos(scene: Scene, o: Options, top: int) -> dict[str, list[str]]:
@@ -153,29 +124,8 @@ def rank_photos(scene: Scene, o: Options, top: int) -> dict[str, list[str]]:
         if not any(known.values()):
             raise UserError(f"{o.pair_list}: no pair of a query and a map photo of {scene.name}")
         return {q: photos[:top] for q, photos in known.items()}
-    return retrieve(scene, retrieval_matcher(o), top)
-
-
-def retrieval_matcher(o: Options) -> Any:
-    weights, config = o.single()
-    return replace(o, method="prism").make_matcher(weights, config)
-
-
-def retrieve(scene: Scene, matcher: Any, top: int) -> dict[str, list[str]]:
-    from prism_match.pipelines.retrieval import global_descriptors, top_pairs
-
-    paths = list(dict.fromkeys([*scene.photos.values(), *(q.path for q in scene.queries.values())]))
-    row = {path: n for n, path in enumerate(paths)}
-    described = global_descriptors(matcher, paths)
-    names = list(scene.photos)
-    references = described[[row[p] for p in scene.photos.values()]]
-    queries = described[[row[q.path] for q in scene.queries.values()]]
-    ranked: dict[str, list[str]] = {q: [] for q in scene.queries}
-    listed = list(scene.queries)
-    for q, r in top_pairs(queries, references, top + 1):  # one more, since a photo is most like itself
-        if scene.photos[names[r]] != scene.queries[listed[q]].path and len(ranked[listed[q]]) < top:
-            ranked[listed[q]].append(names[r])
-    return ranked
+    matcher = replace(o, method="prism").make_matcher(*o.single())
+    return retrieve({n: q.path for n, q in scene.queries.items()}, scene.photos, matcher, top)
 
 
 def compare(scene: str, found: Localized, truth: np.ndarray) -> Outcome:
@@ -279,10 +229,9 @@ def read_calibrated_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
             raise UserError(f"{folder / 'images' / name}: cannot be read")
         cameras[name] = name, pinhole(K, *size), T
     pairs = read_scene(folder / "cameras.txt")
-    cache = o.run.cache or (o.run.out / "matches" if o.run.out else None)
     matches = {}
     with progress_bar(len(pairs), 0, f"map of {folder.name}", o.run.progress) as tick:
-        for pair, found in match_all(pairs, Sift(), resizing, cache, Clock()):
+        for pair, found in match_all(pairs, Sift(), resizing, match_cache(o.run), Clock()):
             if isinstance(found, Matches):
                 key = pair.image0.name, pair.image1.name
                 matches[key] = found.keypoints0, found.keypoints1
@@ -316,7 +265,7 @@ def read_sequence_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
         photos,
         queries,
         {n: f.T for n, f in frames.items()},
-        lambda q: Hidden(world, frozenset([q])),
+        lambda _: world,
     )
 
 

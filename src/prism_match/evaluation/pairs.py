@@ -72,12 +72,14 @@ class Resize:
     longer: int | None = None
     shorter: int | None = None
     exact: tuple[int, int] | None = None  # width, height
+    enlarge: bool = True  # small images too, as the published protocols do it
 
     def __call__(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width, height before -> after. Small images are enlarged, as the published protocols do it."""
+        """Width, height before -> after."""
         if self.exact is not None:
             return self.exact
         scale = self.longer / max(size) if self.longer else (self.shorter or 0) / min(size)
+        scale = scale if self.enlarge else min(scale, 1.0)
         return round(size[0] * scale), round(size[1] * scale)
 
     @property
@@ -88,7 +90,9 @@ class Resize:
     def __str__(self) -> str:
         if self.exact is not None:
             return f"{self.exact[0]}x{self.exact[1]} px"
-        return f"longer side {self.longer} px" if self.longer else f"shorter side {self.shorter} px"
+        most = "" if self.enlarge else "at most "
+        side = f"longer side {most}{self.longer}" if self.longer else f"shorter side {most}{self.shorter}"
+        return f"{side} px"
 
 
 def name_apart(pairs: Iterable[AnyPair]) -> list[AnyPair]:

@@ -8,7 +8,6 @@ ScanMap   photos with the position of each pixel in a laser scan (InLoc)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -37,7 +36,10 @@ class Lifted(NamedTuple):
 
 
 class Map(Protocol):
-    names: Sequence[str]  # of the photos
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the photos."""
+        ...
 
     def path(self, name: str) -> Path: ...
 
@@ -259,30 +261,6 @@ def _on_surface(xyz: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.nd
     mean = (xyz * weights[..., None]).sum(axis=1)
     rows = np.flatnonzero(np.isfinite(nearest).all(axis=1))
     return rows, np.where(smooth[:, None], mean, nearest)[rows]
-
-
-@dataclass(frozen=True)
-class Hidden:
-    """A map without some of its photos, as for a query that is one of them."""
-
-    whole: Map
-    hidden: frozenset[str]
-
-    @property
-    def names(self) -> list[str]:
-        return [n for n in self.whole.names if n not in self.hidden]
-
-    def path(self, name: str) -> Path:
-        return self.whole.path(name)
-
-    def camera(self, name: str) -> Camera | None:
-        return self.whole.camera(name)
-
-    def pose(self, name: str) -> np.ndarray | None:
-        return self.whole.pose(name)
-
-    def lift(self, name: str, pixels: np.ndarray, scores: np.ndarray) -> Lifted:
-        return self.whole.lift(name, pixels, scores)
 
 
 def without(model: Model, name: str) -> Model:
