@@ -18,6 +18,7 @@ from prism_match.cli_options import DeviceOption, Precision, PrecisionOption
 from prism_match.errors import UserError
 from prism_match.evaluation.commands import evaluate
 from prism_match.export.commands import export_app
+from prism_match.pipelines.localize_commands import localize_command
 from prism_match.training.commands import data, train
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ def info(
 
 app.command("eval")(evaluate)
 app.command()(train)
+app.command("localize")(localize_command)
 app.add_typer(data, name="data")
 app.add_typer(export_app, name="export")
 

@@ -125,7 +125,7 @@ def rank_photos(scene: Scene, o: Options, top: int) -> dict[str, list[str]]:
             raise UserError(f"{o.pair_list}: no pair of a query and a map photo of {scene.name}")
         return {q: photos[:top] for q, photos in known.items()}
     matcher = replace(o, method="prism").make_matcher(*o.single())
-    return retrieve({n: q.path for n, q in scene.queries.items()}, scene.photos, matcher, top)
+    return retrieve({n: q.path for n, q in scene.queries.items()}, scene.photos, matcher, top)[0]
 
 
 def compare(scene: str, found: Localized, truth: np.ndarray) -> Outcome:

@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from prism_match.errors import UserError
 from prism_match.evaluation.methods import Method
 from prism_match.evaluation.pairs import Pair, Resize
 from prism_match.evaluation.runner import Clock, match_all, progress_bar
@@ -29,24 +32,34 @@ def retrieve(
     matcher: Matcher,
     top: int,
     progress: bool = False,
-) -> dict[str, list[str]]:
+) -> tuple[dict[str, list[str]], dict[Path, str]]:
     """For each query the `top` map photos most like it by the global descriptor of the matcher's backbone,
-    best first. A query that is a map photo itself is not matched with itself."""
+    best first; and what is wrong with files that cannot be read. A query that is a map photo itself is not
+    matched with itself."""
+    from tqdm import tqdm
+
     from prism_match.pipelines.retrieval import global_descriptors, top_pairs
 
-    paths = list(dict.fromkeys([*photos.values(), *queries.values()]))
-    row = {path: n for n, path in enumerate(paths)}
-    described = global_descriptors(matcher, paths, progress)
-    asked, names = list(queries), list(photos)
+    described: dict[Path, np.ndarray] = {}
+    broken: dict[Path, str] = {}
+    paths = dict.fromkeys([*photos.values(), *queries.values()])
+    for path in tqdm(paths, "describing", unit="photo", disable=None if progress else True):
+        try:
+            described[path] = global_descriptors(matcher, [path])[0]
+        except UserError as error:
+            broken[path] = str(error)
+    asked = [q for q, path in queries.items() if path in described]
+    names = [n for n, path in photos.items() if path in described]
     ranked: dict[str, list[str]] = {q: [] for q in queries}
-    pairs = top_pairs(
-        described[[row[queries[q]] for q in asked]], described[[row[photos[p]] for p in names]], top + 1
-    )
-    for q, r in pairs.tolist():
-        query, photo = asked[q], names[r]
-        if photos[photo] != queries[query] and len(ranked[query]) < top:
-            ranked[query].append(photo)
-    return ranked
+    if asked and names:
+        rows = [
+            np.stack([described[of[n]] for n in some]) for of, some in ((queries, asked), (photos, names))
+        ]
+        for q, r in top_pairs(rows[0], rows[1], top + 1).tolist():
+            query, photo = asked[q], names[r]
+            if photos[photo] != queries[query] and len(ranked[query]) < top:
+                ranked[query].append(photo)
+    return ranked, broken
 
 
 def match_queries(
