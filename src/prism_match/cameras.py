@@ -29,10 +29,6 @@ CAMERA_MODELS = {
     "RADIAL_FISHEYE": (5, 1),
     "THIN_PRISM_FISHEYE": (12, 2),
 }
-# EXIF's focal length is told for a film of 36 mm width; what a photo without any has is a fair guess, which
-# COLMAP makes too.
-FILM_WIDTH = 36.0
-USUAL_FOCAL = 1.2  # times the longer side
 
 
 @dataclass(frozen=True)
@@ -188,19 +184,3 @@ def read_camera_list(path: Path) -> dict[str, Camera]:
     if not cameras:
         raise UserError(f"{path}: no cameras in it")
     return cameras
-
-
-def exif_camera(path: Path) -> tuple[Camera, bool]:
-    """A camera by the focal length in the photo's EXIF, and True; or by the usual one, and False."""
-    import PIL.Image
-
-    try:
-        with PIL.Image.open(path) as image:
-            exif = image.getexif()
-            size = image.size[::-1] if exif.get(0x0112, 1) >= 5 else image.size
-            details = exif.get_ifd(0x8769)
-            film = float(details.get(0xA405) or 0)  # focal length for 35 mm film
-    except (OSError, ValueError, TypeError, SyntaxError, ZeroDivisionError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
-    focal = max(size) * (film / FILM_WIDTH if film > 0 else USUAL_FOCAL)
-    return Camera("SIMPLE_PINHOLE", *size, (focal, size[0] / 2, size[1] / 2)), film > 0

@@ -26,6 +26,8 @@ class Benchmark(str, Enum):
     ablation = "ablation"
     thresholds = "thresholds"
     localization = "localization"
+    aachen = "aachen"
+    inloc = "inloc"
 
 
 class Ransac(str, Enum):
@@ -90,6 +92,8 @@ def evaluate(
       prism eval megadepth1500 --data megadepth --cache matches --ransac poselib
       prism eval hpatches --data hpatches-sequences-release --method sift
       prism eval pairs --data pairs_with_gt.txt --method my_module:match
+      prism eval localization --data rgbd-sequence --top 3 --within 0.05,5 --within 0.25,2
+      prism eval aachen --data aachen_v1.1 --pair-list pairs-query-netvlad50.txt --out results
       prism eval ablation --data megadepth --weights full.safetensors --weights no-pruning.safetensors
     """
     from prism_match.evaluation.benchmarks import BENCHMARKS

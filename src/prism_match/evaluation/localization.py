@@ -26,7 +26,7 @@ from prism_match.colmap_model import is_model, read_model
 from prism_match.errors import UserError
 from prism_match.evaluation.methods import Method, Sift
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
-from prism_match.evaluation.pairs import Pair, Resize, choose
+from prism_match.evaluation.pairs import Resize, choose
 from prism_match.evaluation.posed import image_size, read_cameras, read_scene
 from prism_match.evaluation.report import Report, Table, shorten
 from prism_match.evaluation.runner import Clock, Run, match_all, progress_bar
@@ -77,10 +77,7 @@ def localization(o: Options) -> Report:
     for scene in scenes:
         ranked = rank_photos(scene, o, top)
         cases += [(scene, query, ranked[name]) for name, query in scene.queries.items()]
-    kept = choose(
-        [Pair(name=str(n), image0=Path(), image1=Path()) for n in range(len(cases))], o.pairs, o.seed
-    )
-    cases = [cases[int(p.name)] for p in kept]
+    cases = choose(cases, o.pairs, o.seed)
     jobs = {
         f"{scene.name}/{query.name}": (query.path, {n: scene.photos[n] for n in names})
         for scene, query, names in cases

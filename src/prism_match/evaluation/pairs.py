@@ -14,6 +14,7 @@ from prism_match.errors import UserError
 from prism_match.geometry import resize_matrix
 
 AnyPair = TypeVar("AnyPair", bound="Pair")
+Item = TypeVar("Item")
 IMAGE_SUFFIXES = (".ppm", ".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 
 
@@ -106,8 +107,8 @@ def name_apart(pairs: Iterable[AnyPair]) -> list[AnyPair]:
     return apart
 
 
-def choose(pairs: list[AnyPair], count: int | None, seed: int) -> list[AnyPair]:
-    """All pairs, or `count` of them at random but in their order; the same ones for the same seed."""
+def choose(pairs: list[Item], count: int | None, seed: int) -> list[Item]:
+    """All, or `count` of them at random but in their order; the same ones for the same seed."""
     if count is None or count >= len(pairs):
         return pairs
     if count < 1:

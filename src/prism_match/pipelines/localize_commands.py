@@ -243,15 +243,21 @@ def query_camera(
 ) -> tuple[Camera, str]:
     """The camera of a query, and where it is from: the file given, EXIF, the most similar map photo of the
     same shape, or a guess."""
-    from prism_match.cameras import exif_camera
+    from prism_match.cameras import Camera
+    from prism_match.evaluation.posed import image_size
+    from prism_match.pipelines.cameras import UNKNOWN_FOCAL, read_exif
 
     if given is not None:
         return given[name], "the file given"
-    camera, known = exif_camera(path)
-    if known:
-        return camera, "EXIF"
-    for photo in ranked:
-        other = mapped.camera(photo)
-        if other is not None and abs(other.width / other.height * camera.height / camera.width - 1) < 0.01:
-            return other.resized(camera.width, camera.height), "the map"
-    return camera, "a guess"
+    size = image_size(path)
+    if size is None:
+        raise UserError(f"{path}: cannot be read")
+    focal = read_exif(path, size).focal
+    if focal is None:
+        for photo in ranked:
+            other = mapped.camera(photo)
+            if other is not None and abs(other.width / other.height * size[1] / size[0] - 1) < 0.01:
+                return other.resized(*size), "the map"
+    length = UNKNOWN_FOCAL * max(size) if focal is None else focal
+    camera = Camera("SIMPLE_PINHOLE", *size, (length, size[0] / 2, size[1] / 2))
+    return camera, "a guess" if focal is None else "EXIF"
