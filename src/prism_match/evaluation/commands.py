@@ -70,7 +70,8 @@ def evaluate(
         Optional[Path], typer.Option(help="Localization: file of queries and their map photos [retrieval].")
     ] = None,
     snap: Annotated[
-        Optional[float], typer.Option(help="Localization: most pixels from a match to a point of the map.")
+        Optional[float],
+        typer.Option(help="Localization: most pixels from match to map point [1.2 % of the side]."),
     ] = None,
     depth_scale: Annotated[
         float, typer.Option(help="Localization: what depth maps have for a metre.")

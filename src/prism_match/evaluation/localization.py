@@ -34,7 +34,7 @@ from prism_match.evaluation.triangulate import PosedCamera, triangulate_map
 from prism_match.geometry import rotation_angle
 from prism_match.matches import Matches
 from prism_match.pipelines.localize import Localized, Query, localize, read_poses, read_retrieval
-from prism_match.pipelines.maps import SNAP_RADIUS, DepthMap, Map, SfmMap, without
+from prism_match.pipelines.maps import DepthMap, Map, SfmMap, without
 from prism_match.pipelines.pnp import PnpBackend, choose_backend
 from prism_match.pipelines.query_matching import match_queries, retrieve
 
@@ -238,7 +238,7 @@ def read_calibrated_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
     def map_without(query: str) -> Map:
         others = [c for name, c in cameras.items() if name != query]
         model = triangulate_map(others, {k: v for k, v in matches.items() if query not in k}, folder)
-        return SfmMap(model, folder / "images", o.snap or SNAP_RADIUS)
+        return SfmMap(model, folder / "images", o.snap)
 
     photos = {name: folder / "images" / name for name in cameras}
     queries = {name: Query(name, photos[name], camera) for name, camera, _ in cameras.values()}
@@ -269,7 +269,7 @@ def read_sequence_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
 def read_model_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
     model = read_model(folder)
     images = folder / "images"
-    whole = SfmMap(model, images, o.snap or SNAP_RADIUS)
+    whole = SfmMap(model, images, o.snap)
     photos = {name: whole.path(name) for name in whole.names}
     if (folder / "queries.txt").is_file() and (folder / "poses.txt").is_file():
         truth = read_poses(folder / "poses.txt")

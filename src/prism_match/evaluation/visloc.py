@@ -22,7 +22,7 @@ from prism_match.evaluation.report import Report, Table, shorten
 from prism_match.evaluation.runner import Clock
 from prism_match.files import writable_folder
 from prism_match.pipelines.localize import Query, localize, read_retrieval, with_fallback, write_poses
-from prism_match.pipelines.maps import SNAP_RADIUS, Map, ScanMap, SfmMap
+from prism_match.pipelines.maps import Map, ScanMap, SfmMap
 from prism_match.pipelines.query_matching import match_queries
 
 SIZE = 1024  # longer side, as hloc has it for LoFTR
@@ -45,7 +45,7 @@ def aachen(o: Options) -> Report:
     ranked = read_retrieval(pair_list(o))
     cameras = {n: c for path in lists for n, c in read_camera_list(path).items()}
     queries = {n: Query(n, images / n, c) for n, c in cameras.items() if n in ranked}
-    world = SfmMap(read_model(model), images, o.snap or SNAP_RADIUS)
+    world = SfmMap(read_model(model), images, o.snap)
     return submission(o, "aachen", queries, ranked, world, threshold=12.0)
 
 

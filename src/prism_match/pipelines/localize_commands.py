@@ -49,8 +49,9 @@ def localize_command(
     size: Annotated[int, typer.Option(help="Longer side to resize to, in pixels.")] = 832,
     max_error: Annotated[float, typer.Option(help="Threshold of RANSAC, in pixels.")] = 12.0,
     snap: Annotated[
-        float, typer.Option(help="COLMAP: most pixels from a match to a point of the map.")
-    ] = 4.0,
+        Optional[float],
+        typer.Option(help="COLMAP: most pixels from a match to a point of the map [1.2 % of the side]."),
+    ] = None,
     depth_scale: Annotated[float, typer.Option(help="RGB-D: what depth maps have for a metre.")] = 1000.0,
     min_inliers: Annotated[int, typer.Option(help="A pose that fewer points agree with is none.")] = 12,
     fallback: Annotated[
@@ -202,7 +203,11 @@ def read_given(path: Path, photos: dict[str, Path]) -> dict[str, Camera]:
 
 
 def open_map(
-    path: Path, images: Path | None, snap: float, depth_scale: float, listed: dict[str, list[str]] | None
+    path: Path,
+    images: Path | None,
+    snap: float | None,
+    depth_scale: float,
+    listed: dict[str, list[str]] | None,
 ) -> Map:
     """Which kind of map it is, its files tell."""
     from prism_match.colmap_model import is_model, read_model

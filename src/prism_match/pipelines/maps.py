@@ -21,7 +21,9 @@ from prism_match.errors import UserError
 if TYPE_CHECKING:
     from prism_match.training.data.posed import Frame
 
-SNAP_RADIUS = 4.0  # pixels
+# How far from a point of the map a match may be, as a share of the photo's longer side. A cell of 8 pixels
+# at 832 is 1 % of it: less, and most points of the map lie between the matches.
+SNAP_SHARE = 0.012
 # Corners of a pixel whose positions differ by more than this share of their distance are on two surfaces.
 SAME_SURFACE = 0.02
 
@@ -57,9 +59,10 @@ class Map(Protocol):
 
 
 class SfmMap:
-    def __init__(self, model: Model, image_dir: Path, radius: float = SNAP_RADIUS):
-        """radius: in pixels of the photos, how far from a point of the map a match may be."""
-        if radius <= 0:
+    def __init__(self, model: Model, image_dir: Path, radius: float | None = None):
+        """radius: in pixels of the photos, how far from a point of the map a match may be; None: 1.2 % of
+        the longer side."""
+        if radius is not None and radius <= 0:
             raise UserError(f"the radius for snapping must be positive, not {radius}")
         self.model, self.image_dir, self.radius = model, image_dir, radius
         self.views: dict[str, View] = {v.name: v for v in model.views if np.isfinite(v.T).all()}
@@ -76,7 +79,8 @@ class SfmMap:
 
     def lift(self, name: str, pixels: np.ndarray, scores: np.ndarray) -> Lifted:
         view = self.views[name]
-        rows, seen = snap(pixels, scores, view.pixels, self.radius)
+        radius = SNAP_SHARE * max(view.width, view.height) if self.radius is None else self.radius
+        rows, seen = snap(pixels, scores, view.pixels, radius)
         points = view.points[seen]
         return Lifted(rows, self.model.points[points], points, view.pixels[seen].astype(float))
 
