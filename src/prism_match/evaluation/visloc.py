@@ -100,7 +100,7 @@ def submission(
         )
         if result.T is None:
             result = replace(result, problem="; ".join([result.problem, *matched.problems]))
-        found[matched.query] = with_fallback(result, world)
+        found[matched.query] = with_fallback(result, world, ranked[matched.query])
     results = [found[q] for q in chosen]
     path = writable_folder(o.run.out) / f"{name}_poses.txt"
     write_poses(path, {Path(r.name).name: r.T for r in results if r.T is not None})

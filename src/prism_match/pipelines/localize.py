@@ -178,11 +178,12 @@ def merge(parts: Iterable[Correspondences]) -> Correspondences:
     return Correspondences(mean[kept] / total[kept, None], xyz[kept], points[kept], scores[kept])
 
 
-def with_fallback(result: Localized, world: Map) -> Localized:
-    """Where there is no pose, that of the map photo most like the query; `problem` stays."""
+def with_fallback(result: Localized, world: Map, ranked: Sequence[str]) -> Localized:
+    """Where there is no pose, that of the map photo most like the query, the first of those ranked;
+    `problem` stays."""
     if result.T is not None:
         return result
-    poses = (world.pose(name) for name in result.references)
+    poses = (world.pose(name) for name in ranked)
     return replace(result, T=next((T for T in poses if T is not None), None))
 
 

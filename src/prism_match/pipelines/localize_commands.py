@@ -128,7 +128,7 @@ def localize_command(
         )  # fmt: skip
         if result.T is None:
             result = replace(result, problem="; ".join([result.problem, *matched.problems]))
-        results[name] = with_fallback(result, mapped) if fallback else result
+        results[name] = with_fallback(result, mapped, ranked[name]) if fallback else result
         cameras[name] = {**asdict(camera), "from": origin}
     ordered = {q: results[q] for q in photos}
     failed = {q: r.problem for q, r in ordered.items() if r.problem}
