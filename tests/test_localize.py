@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +40,7 @@ from prism_match.pipelines.localize import (
     write_poses,
 )
 from prism_match.pipelines.localize_commands import localize_command
-from prism_match.pipelines.maps import DepthMap, ScanMap, SfmMap, snap, without
+from prism_match.pipelines.maps import DepthMap, ScanMap, SfmMap, read_scan, rigid, snap, without
 from prism_match.pipelines.pnp import estimate_camera_pose
 from prism_match.pipelines.query_matching import match_queries
 from prism_match.training.data.rgbd import read_sequence
@@ -265,6 +267,12 @@ def test_localized_by_depth(scene: Scene, sequence: Path, shrink: int, tmp_path:
     assert shift < 0.003 * shrink**4 and turn < 0.05 * shrink**2
 
 
+def test_poses_that_have_shrunk_are_made_rigid(scene: Scene) -> None:
+    shrunk = scene.T[1].copy()
+    shrunk[:3] *= 0.999  # the camera stays where it is
+    np.testing.assert_allclose(rigid(shrunk), scene.T[1], atol=1e-9)
+
+
 def test_pixels_without_depth_are_left_out(sequence: Path, tmp_path: Path) -> None:
     frames = {f.image.name: f for f in read_sequence(sequence)}
     depth = cv2.imread(str(frames["1.color.png"].depth), cv2.IMREAD_UNCHANGED)
@@ -321,6 +329,40 @@ def write_inloc(root: Path, scene: Scene) -> list[str]:
     lines = [f"query/iphone7/IMG_1.png {name}\n" for name in names]
     (root / "pairs-query-netvlad40.txt").write_text("".join(lines))
     return names
+
+
+def matlab(name: str, array: np.ndarray, compress: bool) -> bytes:
+    """A MATLAB 5 file, after the published description of the format."""
+
+    def element(kind: int, data: bytes) -> bytes:
+        return struct.pack("<II", kind, len(data)) + data + bytes(-len(data) % 8)
+
+    flags = element(6, struct.pack("<II", 6, 0))
+    shape = element(5, struct.pack(f"<{array.ndim}i", *array.shape))
+    label = struct.pack("<HH", 1, len(name)) + name.encode().ljust(4, b"\0")  # small: data in the tag
+    if len(name) > 4:
+        label = element(1, name.encode())
+    matrix = element(14, flags + shape + label + element(9, array.astype("<f8").tobytes("F")))
+    if compress:
+        packed = zlib.compress(matrix)
+        matrix = struct.pack("<II", 15, len(packed)) + packed
+    return b"MATLAB 5.0 MAT-file".ljust(124) + struct.pack("<H", 0x0100) + b"IM" + matrix
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_scans_of_older_matlab_files(tmp_path: Path, compress: bool) -> None:
+    scan = np.random.default_rng(0).random((4, 5, 3))
+    scan[1, 2] = np.nan
+    other = matlab("RGB", np.ones((2, 2)), compress)
+    (tmp_path / "a.mat").write_bytes(other + matlab("XYZcut", scan, compress)[128:])
+    np.testing.assert_array_equal(read_scan(tmp_path / "a.mat"), scan)
+    (tmp_path / "b.mat").write_bytes(other)
+    with pytest.raises(UserError, match="no array XYZcut"):
+        read_scan(tmp_path / "b.mat")
+    for damage in (b"", b"x" * 300, matlab("XYZcut", scan, compress)[:200]):
+        (tmp_path / "c.mat").write_bytes(damage)
+        with pytest.raises(UserError, match="c.mat: no scan can be read from it"):
+            read_scan(tmp_path / "c.mat")
 
 
 def test_scans_lift_pixels(scene: Scene, tmp_path: Path) -> None:

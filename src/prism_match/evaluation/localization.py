@@ -261,7 +261,7 @@ def read_sequence_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
         folder.name,
         photos,
         queries,
-        {n: f.T for n, f in frames.items()},
+        world.poses,
         lambda _: world,
     )
 

@@ -7,7 +7,9 @@ ScanMap   photos with the position of each pixel in a laser scan (InLoc)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -140,6 +142,7 @@ class DepthMap:
             raise UserError(f"the scale of depth must be positive, not {per_metre}")
         self.frames, self.per_metre = frames, per_metre
         self.names = list(frames)
+        self.poses = {name: rigid(frame.T) for name, frame in frames.items()}
         self._depth = lru_cache(maxsize=16)(self._read)
 
     def path(self, name: str) -> Path:
@@ -156,10 +159,10 @@ class DepthMap:
             raise UserError(f"{frame.image}: cannot be read ({error})") from error
 
     def pose(self, name: str) -> np.ndarray:
-        return self.frames[name].T
+        return self.poses[name]
 
     def lift(self, name: str, pixels: np.ndarray, scores: np.ndarray) -> Lifted:
-        depth, camera, T = self._depth(name), self.camera(name), self.frames[name].T
+        depth, camera, T = self._depth(name), self.camera(name), self.poses[name]
         scale = np.array(depth.shape[::-1]) / [camera.width, camera.height]
         corners, weights = _corners((pixels + 0.5) * scale - 0.5, depth.shape)
         z = depth[corners[..., 1], corners[..., 0]]  # n 4
@@ -176,6 +179,17 @@ class DepthMap:
             return read_depth(self.frames[name].depth, self.per_metre)
         except ValueError as error:
             raise UserError(str(error)) from error
+
+
+def rigid(T: np.ndarray) -> np.ndarray:
+    """4 4: the nearest pose with a true rotation, from the same place. Those of RGB-D sequences come from
+    long chains of products and have shrunk a little."""
+    U, _, Vt = np.linalg.svd(T[:3, :3])
+    R = U @ np.diag([1, 1, np.sign(np.linalg.det(U @ Vt))]) @ Vt
+    centre = -np.linalg.solve(T[:3, :3], T[:3, 3])
+    result = np.eye(4)
+    result[:3, :3], result[:3, 3] = R, -R @ centre
+    return result
 
 
 class ScanMap:
@@ -204,7 +218,7 @@ class ScanMap:
 
 
 def read_scan(path: Path) -> np.ndarray:
-    """h w 3, float64: `XYZcut` of a .mat file, of MATLAB 7.3 (HDF5) or, with SciPy, older; NaN: nothing."""
+    """h w 3, float64: `XYZcut` of a .mat file, of MATLAB 5 or 7.3 (which is HDF5); NaN where nothing is."""
     import h5py
 
     if not path.is_file():
@@ -214,18 +228,49 @@ def read_scan(path: Path) -> np.ndarray:
             with h5py.File(path, "r") as file:
                 scan = np.asarray(file["XYZcut"], float).T  # MATLAB's order of axes is the reverse
         else:
-            try:
-                from scipy.io import loadmat
-            except ImportError as error:
-                raise UserError(f"{path}: reading it needs SciPy: pip install scipy") from error
-            scan = np.asarray(loadmat(path, variable_names=["XYZcut"])["XYZcut"], float)
-    except (OSError, KeyError, ValueError, TypeError) as error:
-        if isinstance(error, UserError):
-            raise
+            scan = read_matlab(path.read_bytes(), "XYZcut").astype(float)
+    except (OSError, KeyError, ValueError, TypeError, struct.error, zlib.error) as error:
         raise UserError(f"{path}: no scan can be read from it ({error})") from error
     if scan.ndim != 3 or scan.shape[2] != 3:
         raise UserError(f"{path}: a scan of shape {scan.shape}, expected height x width x 3")
     return scan
+
+
+# Types of data in a MATLAB 5 file, by their number.
+MATLAB_TYPES = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
+MATLAB_MATRIX, MATLAB_COMPRESSED = 14, 15
+
+
+def read_matlab(data: bytes, name: str) -> np.ndarray:
+    """A real, full array of a MATLAB 5 file. Raises ValueError where there is none of that name."""
+    if len(data) < 128 or data[126:128] != b"IM":
+        raise ValueError("not a MATLAB file")
+    for kind, element in _elements(data[128:]):
+        if kind == MATLAB_COMPRESSED:
+            kind, element = next(_elements(zlib.decompress(element)), (0, b""))
+        if kind != MATLAB_MATRIX:
+            continue
+        (_, _), (_, dimensions), (_, label), *values = _elements(element)
+        if label.decode("latin1") == name and values and values[0][0] in MATLAB_TYPES:
+            shape = np.frombuffer(dimensions, "<i4")
+            array = np.frombuffer(values[0][1], "<" + MATLAB_TYPES[values[0][0]])
+            return array.reshape(shape, order="F")
+    raise ValueError(f"no array {name} in it")
+
+
+def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """The parts that a stretch of a MATLAB 5 file consists of: type and bytes."""
+    at = 0
+    while at + 8 <= len(data):
+        kind, size = struct.unpack_from("<II", data, at)
+        if kind >> 16:  # up to four bytes are in the tag itself
+            yield kind & 0xFFFF, data[at + 4 : at + 4 + (kind >> 16)]
+            at += 8
+        else:
+            yield kind, data[at + 8 : at + 8 + size]
+            at += 8 + size
+            if kind != MATLAB_COMPRESSED:
+                at += -size % 8
 
 
 def read_scan_pose(root: Path, name: str) -> np.ndarray:
