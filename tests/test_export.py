@@ -149,7 +149,7 @@ def test_export_of_single_pairs(tmp_path: Path) -> None:
             there = features[name].keypoints[sparse.index[:, side]]
             mine = (points.keypoints0, points.keypoints1)[side]
             nearest = np.linalg.norm(there[:, None] - mine[None], axis=2).min(axis=1)
-            assert len(nearest) > 20 and nearest.max() <= 2.0
+            assert len(nearest) > 20 and nearest.max() <= 1.0
 
 
 @pytest.mark.parametrize("name, reason", [("no.npz", "no such file"), ("bad.h5", "not a file of matches")])

@@ -34,8 +34,12 @@ def hloc(
     images: Annotated[
         Optional[Path], typer.Option(help="Folder that names are told from [the one all images are in].")
     ] = None,
-    cell: Annotated[float, typer.Option(help="Points this close, in pixels, become one key point.")] = 4.0,
-    max_error: Annotated[float, typer.Option(help="Most pixels that a match may be moved by.")] = 2.0,
+    cell: Annotated[
+        float, typer.Option(help="Points this close can become one keypoint, in pixels as matched.")
+    ] = 2.0,
+    max_error: Annotated[
+        float, typer.Option(help="Drop matches whose keypoint moved further, in pixels as matched.")
+    ] = 1.0,
     max_keypoints: Annotated[int, typer.Option(help="Most key points of an image.")] = 8192,
 ) -> None:
     """Write matches in hloc's layout.
@@ -60,8 +64,8 @@ def hloc(
     from prism_match.pipelines.tracks import TrackOptions, share_keypoints
 
     options = TrackOptions(cell, max_error, max_keypoints)
-    found, sizes = read_all(matches, images)
-    shared = share_keypoints(found.items(), options)
+    found, sizes, scales = read_all(matches, images)
+    shared = share_keypoints(found.items(), options, scales)
     folder = writable_folder(out)
     features = {n: Features(k.xy, k.scores, sizes.get(n)) for n, k in shared.keypoints.items()}
     write_features(folder / "features.h5", features)
@@ -78,8 +82,9 @@ def hloc(
 
 def read_all(
     paths: list[Path], images: Path | None
-) -> tuple[dict[Names, PairMatches], dict[str, tuple[int, int]]]:
-    """Matches by the names of the images, and their sizes, from a store of many pairs or files of one."""
+) -> tuple[dict[Names, PairMatches], dict[str, tuple[int, int]], dict[str, float]]:
+    """Matches by the names of the images, from a store of many pairs or files of one; the sizes of the
+    images, and how many times larger they are than they were matched, where it is known."""
     import h5py
 
     from prism_match.matches import Matches
@@ -87,6 +92,7 @@ def read_all(
 
     found: dict[Names, PairMatches] = {}
     sizes: dict[str, tuple[int, int]] = {}
+    scales: dict[str, float] = {}
     single = []
     for path in paths:
         is_store = False
@@ -97,6 +103,7 @@ def read_all(
             store = MatchStore(path)
             found |= dict(store.load_all())
             sizes |= {name: entry.size for name, entry in store.images.items()}
+            scales |= store.scales
         else:
             single.append(Matches.load(path))
     root = images.resolve() if images else common_folder([n for m in single for n in (m.name0, m.name1)])
@@ -106,7 +113,7 @@ def read_all(
         sizes |= dict(zip(names, (m.size0, m.size1), strict=True))
     if not found:
         raise UserError(f"{paths[0]}: no matches in it")
-    return found, sizes
+    return found, sizes, scales
 
 
 def common_folder(names: list[str]) -> Path:
