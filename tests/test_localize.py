@@ -21,6 +21,7 @@ from prism_match import UserError
 from prism_match.cameras import Camera, pinhole
 from prism_match.colmap_model import read_model
 from prism_match.evaluation.benchmarks import BENCHMARKS
+from prism_match.evaluation.commands import parse_limits
 from prism_match.evaluation.methods import ImagePair, Sift
 from prism_match.evaluation.options import Options
 from prism_match.evaluation.pairs import Resize, scale_points
@@ -462,6 +463,27 @@ def test_the_three_layouts_are_scored(scene: Scene, sequence: Path, tmp_path: Pa
     report = BENCHMARKS["localization"](o)
     assert report.summary["queries"] == 4 and report.summary["median_m"] < 0.05
     assert "median deg" in str(report)
+
+
+@pytest.mark.parametrize("change, reason", [
+    ({"ransac": "usac"}, "back ends opencv and poselib"),
+    ({"threshold": -1.0}, "threshold must be positive"),
+    ({"top": 0}, "at least 1"),
+    ({"data": Path("/nowhere")}, "no cameras.txt, RGB-D sequence or COLMAP model"),
+    ({"depth_scale": 0.0}, "scale of depth must be positive"),
+    ({"pair_list": Path("/nowhere")}, "/nowhere: cannot be read"),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_told(sequence: Path, change: dict, reason: str) -> None:
+    o = replace(Options(data=sequence, method="sift", size=320), **change)
+    with pytest.raises(UserError, match=reason):
+        BENCHMARKS["localization"](o)
+
+
+def test_limits_are_parsed() -> None:
+    assert parse_limits("0.25,2") == (0.25, 2.0)
+    for text in ("0.25", "a,b", "1,2,3"):
+        with pytest.raises(UserError, match="--within is METRES,DEGREES"):
+            parse_limits(text)
 
 
 def test_queries_beside_a_map_are_scored(scene: Scene, tmp_path: Path) -> None:

@@ -218,9 +218,8 @@ def open_map(
     if not path.exists():
         raise UserError(f"{path}: no such folder")
     if is_model(path):
-        candidates = (
-            [images] if images else [path / "images", path.parent / "images", path.parents[1] / "images"]
-        )
+        around = path.resolve()
+        candidates = [images] if images else [f / "images" for f in (around, *list(around.parents)[:2])]
         folder = next((f for f in candidates if f.is_dir()), None)
         if folder is None:
             raise UserError(f"{candidates[0]}: no such folder; tell with --images where the map's photos are")
