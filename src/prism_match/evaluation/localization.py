@@ -84,7 +84,7 @@ def localization(o: Options) -> Report:
     }
     by_name = dict(zip(jobs, cases, strict=True))
     clock = Clock()
-    outcomes = []
+    outcomes = {}
     for matched in match_queries(jobs, method, resizing, match_cache(o.run), clock, o.run.progress):
         scene, query, _ = by_name[matched.query]
         found = localize(
@@ -92,12 +92,14 @@ def localization(o: Options) -> Report:
         )
         if found.T is None and matched.problems:
             found = replace(found, problem="; ".join([found.problem, *matched.problems]))
-        outcomes.append(compare(scene.name, found, scene.truth[query.name]))
+        outcomes[matched.query] = compare(scene.name, found, scene.truth[query.name])
     settings = {
         "size": resizing.side, "resize": str(resizing), "ransac": backend, "threshold": threshold,
         "top": top, "snap": o.snap, "seed": o.seed, "method_settings": method.settings,
     }  # fmt: skip
-    return make_report(outcomes, method, o.within or WITHIN, settings, clock.milliseconds)
+    return make_report(
+        [outcomes[name] for name in jobs], method, o.within or WITHIN, settings, clock.milliseconds
+    )
 
 
 def pnp_backend(o: Options) -> PnpBackend:

@@ -118,6 +118,8 @@ def localize_command(
     for matched in match_queries(jobs, Prism(matcher, batch), resizing, folder / "matches", Clock(), True):
         name = matched.query
         try:
+            if photos[name] in broken:
+                raise UserError(broken[photos[name]])
             camera, origin = query_camera(name, photos[name], given, mapped, ranked[name])
         except UserError as error:
             results[name] = Localized(name, None, 0, 0, {}, str(error))
