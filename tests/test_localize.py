@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 import typer
+from conftest import needs_shared
 from synthetic_scene import HEIGHT, WIDTH, K, Scene, make_scene, quaternion
 from typer.testing import CliRunner
 
@@ -690,3 +691,18 @@ def test_the_pose_of_the_most_similar_photo_stands_in(scene: Scene) -> None:
     stand_in = with_fallback(failed, world, [scene.names[3], scene.names[1]])
     np.testing.assert_array_equal(stand_in.T, world.pose(scene.names[3]))
     assert stand_in.problem == failed.problem
+
+
+# ---- real data
+
+
+def test_sift_in_a_real_kitchen(tmp_path: Path) -> None:
+    frames = [f"frame-{n:06d}.color.jpg" for n in (0, 20, 40)]
+    (tmp_path / "pairs.txt").write_text("".join(f"{a} {b}\n" for a in frames for b in frames if a != b))
+    o = Options(
+        data=needs_shared("eval/rgbd_kitchen"), method="sift", size=480, pair_list=tmp_path / "pairs.txt"
+    )
+    queries = {x["name"]: x for x in BENCHMARKS["localization"](o).summary["per_query"]}
+    for name in frames:
+        assert queries[name]["m"] < 0.1 and queries[name]["deg"] < 3
+    assert queries["frame-000060.color.jpg"]["problem"] == "0 points of the map found"
