@@ -24,7 +24,9 @@ from prism_match.cli_options import (
 )
 from prism_match.errors import UserError
 from prism_match.evaluation.commands import evaluate
-from prism_match.pipelines.commands import export, sfm
+from prism_match.export.commands import export_app
+from prism_match.pipelines.localize_commands import localize_command
+from prism_match.pipelines.sfm_commands import sfm
 from prism_match.training.commands import data, train
 
 if TYPE_CHECKING:
@@ -271,9 +273,10 @@ def info(
 
 app.command("eval")(evaluate)
 app.command()(train)
-app.add_typer(data, name="data")
 app.command()(sfm)
-app.add_typer(export, name="export")
+app.command("localize")(localize_command)
+app.add_typer(export_app, name="export")
+app.add_typer(data, name="data")
 
 
 @app.callback(invoke_without_command=True)

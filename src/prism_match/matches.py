@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,41 @@ class Matches:
                 f"{image.name}: is {image.size[0]}x{image.size[1]}, the matches are for {size[0]}x{size[1]}"
             )
         return image
+
+    def to_opencv(self) -> tuple[list[cv2.KeyPoint], list[cv2.KeyPoint], list[cv2.DMatch]]:
+        """Key points of both images and their matches, for OpenCV's functions. The score is the response
+        of a key point, and 1 less the distance of a match."""
+        scores = self.scores.tolist()
+        sides = [
+            [cv2.KeyPoint(x, y, 1.0, -1.0, s) for (x, y), s in zip(points.tolist(), scores, strict=True)]
+            for points in (self.keypoints0, self.keypoints1)
+        ]
+        return sides[0], sides[1], [cv2.DMatch(n, n, 1.0 - s) for n, s in enumerate(scores)]
+
+    @staticmethod
+    def from_opencv(
+        keypoints0: Sequence[cv2.KeyPoint],
+        keypoints1: Sequence[cv2.KeyPoint],
+        matches: Sequence[cv2.DMatch],
+        size0: tuple[int, int],
+        size1: tuple[int, int],
+        name0: str = "",
+        name1: str = "",
+    ) -> Matches:
+        """The inverse of `to_opencv`, and for matches of any other origin: the score is 1 less the
+        distance, which is divided by the largest where that is above 1. Sizes are (width, height)."""
+        distance = np.array([m.distance for m in matches], dtype=np.float64)
+        scores = 1 - distance / max(1.0, float(distance.max(initial=0)))
+        order = np.argsort(-scores, kind="stable")
+        chosen = [matches[n] for n in order]
+        points = [
+            np.array([k.pt for k in side], dtype=np.float32).reshape(-1, 2)
+            for side in (
+                [keypoints0[m.queryIdx] for m in chosen],
+                [keypoints1[m.trainIdx] for m in chosen],
+            )
+        ]
+        return Matches(points[0], points[1], scores[order].astype(np.float32), size0, size1, name0, name1)
 
     def save(self, path: str | Path) -> None:
         """To .npz, .json, .csv or .h5. The first three hold everything but a csv has no details."""

@@ -1,11 +1,12 @@
-"""The benchmarks by name. Each takes `Options` and gives a `Report`; a new one, such as localization, is
-a file of its own and a line in `BENCHMARKS`."""
+"""The benchmarks by name. Each takes `Options` and gives a `Report`; a new one is a file of its own and a
+line in `BENCHMARKS`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from prism_match.evaluation.hpatches import SHORTER_SIDE, evaluate_homography, read_hpatches
+from prism_match.evaluation.localization import localization
 from prism_match.evaluation.masks import masks
 from prism_match.evaluation.megadepth import read_megadepth
 from prism_match.evaluation.methods import Method
@@ -18,6 +19,7 @@ from prism_match.evaluation.runner import Result
 from prism_match.evaluation.scale import megadepth_scale
 from prism_match.evaluation.scannet import FRAME, read_scannet
 from prism_match.evaluation.sweeps import ablation, resolution, thresholds
+from prism_match.evaluation.visloc import aachen, inloc
 
 FULL = {"megadepth1500": 1500, "scannet1500": 1500, "hpatches": 540}  # pairs the published numbers are for
 
@@ -78,4 +80,7 @@ BENCHMARKS: dict[str, Callable[[Options], Report]] = {
     "resolution": resolution,
     "ablation": ablation,
     "thresholds": thresholds,
+    "localization": localization,
+    "aachen": aachen,
+    "inloc": inloc,
 }

@@ -32,6 +32,9 @@ class Benchmark(str, Enum):
     resolution = "resolution"
     ablation = "ablation"
     thresholds = "thresholds"
+    localization = "localization"
+    aachen = "aachen"
+    inloc = "inloc"
 
 
 class Ransac(str, Enum):
@@ -64,6 +67,21 @@ def evaluate(
     model_config: Annotated[
         Optional[list[str]], typer.Option(help="A preset or a .toml/.json file; ablation: several.")
     ] = None,
+    top: Annotated[Optional[int], typer.Option(help="Localization: map photos for each query [5].")] = None,
+    within: Annotated[
+        Optional[list[str]],
+        typer.Option(help="Localization: METRES,DEGREES to count poses by; several [0.25,2 0.5,5 1,10]."),
+    ] = None,
+    pair_list: Annotated[
+        Optional[Path], typer.Option(help="Localization: file of queries and their map photos [retrieval].")
+    ] = None,
+    snap: Annotated[
+        Optional[float],
+        typer.Option(help="Localization: most pixels from match to map point [1.2 % of the side]."),
+    ] = None,
+    depth_scale: Annotated[
+        float, typer.Option(help="Localization: what depth maps have for a metre.")
+    ] = 1000.0,
     json_file: Annotated[Optional[Path], typer.Option("--json", help="Write the numbers here.")] = None,
     out: Annotated[
         Optional[Path],
@@ -81,6 +99,8 @@ def evaluate(
       prism eval megadepth1500 --data megadepth --cache matches --ransac poselib
       prism eval hpatches --data hpatches-sequences-release --method sift
       prism eval pairs --data pairs_with_gt.txt --method my_module:match
+      prism eval localization --data rgbd-sequence --top 3 --within 0.05,5 --within 0.25,2
+      prism eval aachen --data aachen_v1.1 --pair-list pairs-query-netvlad50.txt --out results
       prism eval ablation --data megadepth --weights full.safetensors --weights no-pruning.safetensors
     """
     from prism_match.evaluation.benchmarks import BENCHMARKS
@@ -99,7 +119,8 @@ def evaluate(
         data=data, method=method, size=size, ransac=ransac.value, threshold=threshold, pairs=pairs,
         seed=seed, weights=tuple(weights or ()), configs=tuple(model_config or ()), device=device,
         precision=precision.value, batch=batch, confidence=confidence, rotate=rotate.value,
-        run=Run(cache=cache, out=out, progress=True),
+        top=top, within=tuple(map(parse_limits, within or ())), pair_list=pair_list, snap=snap,
+        depth_scale=depth_scale, run=Run(cache=cache, out=out, progress=True),
     )  # fmt: skip
     report = BENCHMARKS[benchmark.value](options)
     print(report)
@@ -108,3 +129,12 @@ def evaluate(
     if out is not None:
         written = report.write(out, shlex.join(["prism", *sys.argv[1:]]))
         print(f"\nwritten  {out}: " + ", ".join(path.name for path in written))
+
+
+def parse_limits(text: str) -> tuple[float, float]:
+    """METRES,DEGREES"""
+    try:
+        metres, degrees = map(float, text.split(","))
+    except ValueError as error:
+        raise UserError(f"--within is METRES,DEGREES, such as 0.25,2, not {text!r}") from error
+    return metres, degrees

@@ -37,6 +37,12 @@ class Options:
     batch: int = 1
     confidence: float | None = None  # least one of a match; None: the model's theta_c
     rotate: Rotate = "auto"
+    # Localization
+    top: int | None = None  # map photos that a query is matched with; None: the benchmark's
+    within: tuple[tuple[float, float], ...] = ()  # metres and degrees to count poses by; none: the usual ones
+    pair_list: Path | None = None  # `query map_photo` a line; None: the benchmark's, or retrieval
+    snap: float | None = None  # most pixels from a match to a point of the map; None: the map's
+    depth_scale: float = 1000.0  # what depth maps have for a metre
     run: Run = field(default_factory=Run)
 
     def choose(self, pairs: list[AnyPair]) -> list[AnyPair]:

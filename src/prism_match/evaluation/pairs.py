@@ -14,6 +14,7 @@ from prism_match.errors import UserError
 from prism_match.geometry import resize_matrix
 
 AnyPair = TypeVar("AnyPair", bound="Pair")
+Item = TypeVar("Item")
 IMAGE_SUFFIXES = (".ppm", ".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 
 
@@ -72,12 +73,14 @@ class Resize:
     longer: int | None = None
     shorter: int | None = None
     exact: tuple[int, int] | None = None  # width, height
+    enlarge: bool = True  # small images too, as the published protocols do it
 
     def __call__(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width, height before -> after. Small images are enlarged, as the published protocols do it."""
+        """Width, height before -> after."""
         if self.exact is not None:
             return self.exact
         scale = self.longer / max(size) if self.longer else (self.shorter or 0) / min(size)
+        scale = scale if self.enlarge else min(scale, 1.0)
         return round(size[0] * scale), round(size[1] * scale)
 
     @property
@@ -88,7 +91,9 @@ class Resize:
     def __str__(self) -> str:
         if self.exact is not None:
             return f"{self.exact[0]}x{self.exact[1]} px"
-        return f"longer side {self.longer} px" if self.longer else f"shorter side {self.shorter} px"
+        most = "" if self.enlarge else "at most "
+        side = f"longer side {most}{self.longer}" if self.longer else f"shorter side {most}{self.shorter}"
+        return f"{side} px"
 
 
 def name_apart(pairs: Iterable[AnyPair]) -> list[AnyPair]:
@@ -102,8 +107,8 @@ def name_apart(pairs: Iterable[AnyPair]) -> list[AnyPair]:
     return apart
 
 
-def choose(pairs: list[AnyPair], count: int | None, seed: int) -> list[AnyPair]:
-    """All pairs, or `count` of them at random but in their order; the same ones for the same seed."""
+def choose(pairs: list[Item], count: int | None, seed: int) -> list[Item]:
+    """All, or `count` of them at random but in their order; the same ones for the same seed."""
     if count is None or count >= len(pairs):
         return pairs
     if count < 1:

@@ -97,17 +97,22 @@ def read_calibrated(root: str | Path) -> list[PosePair]:
     return [pair for file in files for pair in read_scene(file)]
 
 
-def read_scene(file: Path) -> list[PosePair]:
+def read_cameras(file: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """3 3 intrinsics and 4 4 pose, world to camera, by the name of the image."""
     try:
         rows = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
         rows = [row for row in rows if row and not row[0].startswith("#")]
-        cameras = {row[0]: np.array(row[1:], dtype=float).reshape(16) for row in rows}
+        return {row[0]: camera_matrices(np.array(row[1:], dtype=float).reshape(16)) for row in rows}
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: not a list of cameras ({error})") from error
+
+
+def read_scene(file: Path) -> list[PosePair]:
+    cameras = read_cameras(file)
     folder, scene = file.parent / "images", file.parent.name
     pairs = []
     for a, b in combinations(cameras, 2):
-        (K0, T0), (K1, T1) = (camera_matrices(cameras[name]) for name in (a, b))
+        (K0, T0), (K1, T1) = cameras[a], cameras[b]
         if np.degrees(np.arccos(np.clip(T0[2, :3] @ T1[2, :3], -1, 1))) > WIDEST:
             continue
         pairs.append(

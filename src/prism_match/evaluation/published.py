@@ -61,6 +61,20 @@ SCALE: dict[int, tuple[float, float, float]] = {
     4: (27.4, 42.9, 57.4),
 }
 
+# Percent of queries within 0.25 m, 0.5 m and 1 m: InLoc at 10 degrees, Aachen at 2, 5 and 10.
+LOCALIZATION: dict[str, dict[str, dict[str, str]]] = {
+    "inloc": {
+        "LoFTR": {"DUC1": "47.5/72.2/84.8", "DUC2": "54.2/74.8/85.5"},
+        "SuperPoint + LightGlue": {"DUC1": "49.0/68.2/79.3", "DUC2": "55.0/74.8/79.4"},
+        "PRISM (paper)": {"DUC1": "53.0/77.8/87.9", "DUC2": "54.2/72.5/83.2"},
+    },
+    "aachen": {
+        "LoFTR": {"day": "88.7/95.6/99.0", "night": "78.5/90.6/99.0"},
+        "SuperPoint + LightGlue": {"day": "89.2/95.4/98.5", "night": "87.8/93.9/100"},
+        "PRISM (paper)": {"day": "89.4/96.2/99.3", "night": "78.5/91.1/99.5"},
+    },
+}
+
 MASKS = {"megadepth": (55.08, 99.91), "scannet": (46.89, 92.32)}  # mIoU and average recall
 
 # The paper's ablations by the name of our preset, at the size they were measured at.

@@ -1,111 +1,36 @@
-"""COLMAP models, text or binary, and pairs of posed photos with depth drawn from them.
-
-Pixel convention: everything handed out has the centre of the top-left pixel at (0, 0); COLMAP has it at
-(0.5, 0.5), so key points and principal points lose half a pixel on the way in.
-"""
+"""Pairs of posed photos with depth, drawn from COLMAP models."""
 
 from __future__ import annotations
 
 import logging
-import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prism_match import colmap_model
+from prism_match.colmap_model import Model, View
 from prism_match.training.data.files import read_depth, read_gray
 from prism_match.training.data.photometric import augment
 from prism_match.training.data.posed import OVERLAP_BINS, scale_intrinsics, spread_weights
 from prism_match.training.pairs import CELL, PairBatch, cell_centres
 from prism_match.training.supervision import Warp, depth_at, warp_by_depth
 
-Parsed = TypeVar("Parsed")
 log = logging.getLogger(__name__)
-
-# name -> number of parameters, number of focal lengths; what follows the principal point is distortion
-CAMERA_MODELS = {
-    "SIMPLE_PINHOLE": (3, 1),
-    "PINHOLE": (4, 2),
-    "SIMPLE_RADIAL": (4, 1),
-    "RADIAL": (5, 1),
-    "OPENCV": (8, 2),
-}
-BINARY_MODELS = ("SIMPLE_PINHOLE", "PINHOLE", "SIMPLE_RADIAL", "RADIAL", "OPENCV")  # COLMAP's ids 0 to 4
-
-
-@dataclass(frozen=True)
-class View:
-    """One posed photo of a model."""
-
-    name: str
-    width: int
-    height: int
-    K: np.ndarray  # 3 3, float64
-    T: np.ndarray  # 4 4, float64: world to camera
-    pixels: np.ndarray  # n 2, float32: where the points were seen
-    points: np.ndarray  # n, int64: rows of Model.points, each once
-
-    @property
-    def centre(self) -> np.ndarray:
-        return -self.T[:3, :3].T @ self.T[:3, 3]
-
-    def depth_of(self, xyz: np.ndarray) -> np.ndarray:
-        """n: depth along the optical axis of world points n 3."""
-        return xyz @ self.T[2, :3] + self.T[2, 3]
-
-
-@dataclass(frozen=True)
-class Model:
-    """Posed views and the sparse points they share."""
-
-    path: Path
-    views: tuple[View, ...]
-    points: np.ndarray  # p 3, float64
-
-    @cached_property
-    def _tracks(self) -> tuple[np.ndarray, np.ndarray]:
-        """Views of each point, one after the other, and where each point's begin (p + 1)."""
-        ids = np.concatenate([v.points for v in self.views])
-        views = np.repeat(np.arange(len(self.views)), [len(v.points) for v in self.views])
-        order = np.argsort(ids, kind="stable")
-        return views[order], np.searchsorted(ids[order], np.arange(len(self.points) + 1))
-
-    def shared_counts(self, view: int) -> np.ndarray:
-        """One number per view: how many points it shares with `view` (0 with itself)."""
-        seen_by, start = self._tracks
-        ids = self.views[view].points
-        spans = [seen_by[start[i] : start[i + 1]] for i in ids]
-        counts = np.bincount(np.concatenate(spans) if spans else [], minlength=len(self.views))
-        counts[view] = 0
-        return counts
-
-    def shared(self, a: int, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Points seen by views `a` and `b`: their ids, and their rows in each view's lists."""
-        return np.intersect1d(self.views[a].points, self.views[b].points, True, return_indices=True)
 
 
 def read_model(path: Path | str) -> Model:
-    """Reads `cameras`, `images` and `points3D` (`.bin` or `.txt`) from `path` or `path/sparse[/0]`.
-
-    Raises ValueError with one line naming the file that is missing or damaged.
-    """
-    folder, suffix = _find(Path(path))
-    read_cameras, read_images, read_points = _READERS[suffix]
-    cameras = _guarded(read_cameras, folder / f"cameras{suffix}")
-    ids, xyz = _guarded(read_points, folder / f"points3D{suffix}")
-    order = np.argsort(ids)
-    ids, xyz = ids[order], xyz[order]
-    file = folder / f"images{suffix}"
-    views = tuple(_view(file, image, cameras, ids) for image in _guarded(read_images, file))
-    if not views:
-        raise ValueError(f"{file}: no images in it")
-    return Model(folder, views, xyz)
+    """As `colmap_model.read_model`, for cameras without lens distortion only: depth maps have none."""
+    model = colmap_model.read_model(path)
+    for view in model.views:
+        if view.camera.is_distorted:
+            file = next(model.path.glob("cameras.*"))
+            raise ValueError(
+                f"{file}: {view.camera.model} camera with lens distortion; undistort the images first"
+            )
+    return model
 
 
 def load_photo(view: View, image_dir: Path) -> np.ndarray:
@@ -369,169 +294,3 @@ def _mip_levels(bank: Tensor) -> list[Tensor]:
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
-
-
-# ---- file formats
-
-
-def _find(path: Path) -> tuple[Path, str]:
-    for folder in (path, path / "sparse", path / "sparse" / "0"):
-        for suffix in (".bin", ".txt"):
-            if (folder / f"images{suffix}").is_file():
-                return folder, suffix
-    raise ValueError(f"{path}: no COLMAP model here (no images.bin or images.txt)")
-
-
-def _guarded(read: Callable[[Path], Parsed], file: Path) -> Parsed:
-    """`read(file)`, with whatever a damaged file makes it raise turned into one line."""
-    try:
-        return read(file)
-    except FileNotFoundError:
-        raise ValueError(f"{file}: missing") from None
-    except (ValueError, ArithmeticError, LookupError, struct.error, MemoryError, OSError) as e:
-        reason = str(e) if str(e).startswith(str(file)) else f"{file}: damaged ({e})"
-        raise ValueError(reason) from e
-
-
-def _intrinsics(file: Path, model: str, params: np.ndarray) -> np.ndarray:
-    if model not in CAMERA_MODELS:
-        known = ", ".join(CAMERA_MODELS)
-        raise ValueError(f"{file}: camera model {model} is not supported (supported: {known})")
-    count, focals = CAMERA_MODELS[model]
-    if len(params) != count or not np.isfinite(params).all():
-        raise ValueError(f"{file}: a {model} camera needs {count} finite parameters")
-    if np.any(params[focals + 2 :] != 0):
-        raise ValueError(f"{file}: {model} camera with lens distortion; undistort the images first")
-    fx, fy = params[0], params[focals - 1]
-    cx, cy = params[focals : focals + 2] - 0.5
-    return np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])
-
-
-def _view(file: Path, image: tuple, cameras: dict, point_ids: np.ndarray) -> View:
-    name, quaternion, translation, camera, xys, ids = image
-    if camera not in cameras:
-        raise ValueError(f"{file}: image {name} has camera {camera}, which is not in the model")
-    width, height, K = cameras[camera]
-    ids, first = np.unique(ids, return_index=True)  # a point seen twice in one image counts once
-    rows = np.searchsorted(point_ids, ids)
-    rows = np.minimum(rows, max(len(point_ids) - 1, 0))
-    known = point_ids[rows] == ids if len(point_ids) else np.zeros(len(ids), bool)
-    T = np.eye(4)
-    T[:3, :3], T[:3, 3] = _rotation(np.asarray(quaternion, float)), translation
-    pixels = (xys[first[known]] - 0.5).astype(np.float32)
-    return View(name, width, height, K, T, pixels, rows[known])
-
-
-def _rotation(q: np.ndarray) -> np.ndarray:
-    """3 3 from a quaternion w x y z; NaN where the quaternion is NaN or zero."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        w, x, y, z = q / np.linalg.norm(q)
-    return np.array(
-        [
-            [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
-            [2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)],
-            [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
-        ]
-    )
-
-
-def _lines(file: Path) -> Iterator[str]:
-    with open(file, encoding="utf-8") as f:
-        for line in f:
-            if not line.startswith("#"):
-                yield line.rstrip("\n")
-
-
-def _cameras_text(file: Path) -> dict:
-    cameras = {}
-    for line in _lines(file):
-        if not line.strip():
-            continue
-        number, model, width, height, *params = line.split()
-        K = _intrinsics(file, model, np.array(params, float))
-        cameras[int(number)] = int(width), int(height), K
-    return cameras
-
-
-def _images_text(file: Path) -> list:
-    images = []
-    lines = _lines(file)
-    for line in lines:
-        if not line.strip():
-            continue
-        words = line.split(maxsplit=9)
-        if len(words) != 10:
-            raise ValueError(f"expected 10 words in an image's line, found {len(words)}")
-        pose = np.array(words[1:8], float)
-        seen = np.array(next(lines, "").split(), float).reshape(-1, 3)
-        seen = seen[seen[:, 2] >= 0]
-        images.append((words[9], pose[:4], pose[4:], int(words[8]), seen[:, :2], seen[:, 2].astype(np.int64)))
-    return images
-
-
-def _points_text(file: Path) -> tuple[np.ndarray, np.ndarray]:
-    rows = [line.split(maxsplit=4)[:4] for line in _lines(file) if line.strip()]
-    ids = np.array([int(r[0]) for r in rows], np.int64)
-    return ids, np.array([r[1:] for r in rows], float).reshape(-1, 3)
-
-
-class _Bytes:
-    """A cursor over a little-endian file."""
-
-    def __init__(self, file: Path):
-        self.data, self.at = file.read_bytes(), 0
-
-    def take(self, layout: str) -> tuple:
-        values = struct.unpack_from("<" + layout, self.data, self.at)
-        self.at += struct.calcsize("<" + layout)
-        return values
-
-    def array(self, dtype: np.dtype, count: int) -> np.ndarray:
-        values = np.frombuffer(self.data, dtype, count, self.at)
-        self.at += values.nbytes
-        return values
-
-    def string(self) -> str:
-        end = self.data.index(b"\0", self.at)
-        text = self.data[self.at : end].decode()
-        self.at = end + 1
-        return text
-
-
-def _cameras_binary(file: Path) -> dict:
-    data, cameras = _Bytes(file), {}
-    for _ in range(data.take("Q")[0]):
-        number, code, width, height = data.take("iiQQ")
-        model = BINARY_MODELS[code] if 0 <= code < len(BINARY_MODELS) else f"number {code}"
-        params = data.array(np.dtype("<f8"), CAMERA_MODELS.get(model, (0, 0))[0])
-        cameras[number] = width, height, _intrinsics(file, model, params)
-    return cameras
-
-
-def _images_binary(file: Path) -> list:
-    data, images = _Bytes(file), []
-    observation = np.dtype([("xy", "<f8", 2), ("id", "<i8")])
-    for _ in range(data.take("Q")[0]):
-        _, *pose, camera = data.take("i7di")
-        name = data.string()
-        seen = data.array(observation, data.take("Q")[0])
-        seen = seen[seen["id"] >= 0]
-        images.append((name, pose[:4], pose[4:], camera, seen["xy"], seen["id"]))
-    return images
-
-
-def _points_binary(file: Path) -> tuple[np.ndarray, np.ndarray]:
-    data, ids, xyz = _Bytes(file), [], []
-    for _ in range(data.take("Q")[0]):
-        number, *point = data.take("Q3d3Bd")
-        ids.append(number)
-        xyz.append(point[:3])
-        (track,) = data.take("Q")
-        data.at += 8 * track
-    return np.array(ids, np.int64), np.array(xyz, float).reshape(-1, 3)
-
-
-_READERS = {
-    ".txt": (_cameras_text, _images_text, _points_text),
-    ".bin": (_cameras_binary, _images_binary, _points_binary),
-}

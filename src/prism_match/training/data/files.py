@@ -25,10 +25,11 @@ def read_gray(path: Path | str) -> np.ndarray:
     return image
 
 
-def read_depth(path: Path | str) -> np.ndarray:
+def read_depth(path: Path | str, per_metre: float = 1000.0) -> np.ndarray:
     """h w, float32: depth along the optical axis, 0 where there is none.
 
-    Reads `.h5` (data set `depth`, as MegaDepth has it) and 16-bit `.png` in millimetres.
+    Reads `.h5` (data set `depth`, as MegaDepth has it) and 16-bit `.png` in millimetres, or whatever else
+    there are `per_metre` of.
     """
     path = Path(path)
     if not path.is_file():
@@ -41,15 +42,15 @@ def read_depth(path: Path | str) -> np.ndarray:
             raw = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
             if raw is None:
                 raise ValueError("not a depth image")
-            depth = raw.astype(np.float32) / np.float32(1000)
+            depth = raw.astype(np.float32) / np.float32(per_metre)
     except (OSError, KeyError, ValueError) as e:
         raise ValueError(f"{path}: no depth map can be read from it ({e})") from e
     if depth.ndim != 2 or depth.size == 0:
         raise ValueError(f"{path}: depth map of shape {depth.shape}, expected height x width")
-    # Negative values are MegaDepth's ordinal labels, 65535 mm is "no reading": neither is a depth.
+    # Negative values are MegaDepth's ordinal labels, 65535 is "no reading": neither is a depth.
     known = np.isfinite(depth) & (depth > 0)
     if path.suffix != ".h5":
-        known &= depth < 65.5
+        known &= depth * per_metre < 65500
     return np.where(known, depth, np.float32(0))
 
 

@@ -1,9 +1,7 @@
-"""`prism sfm` and `prism export`."""
+"""`prism sfm`."""
 
 from __future__ import annotations
 
-import json
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -17,10 +15,6 @@ from prism_match.cli_options import (
     Rotate,
     RotateOption,
     WeightsOption,
-)
-
-export = typer.Typer(
-    help="Hand matches to other tools.", no_args_is_help=True, rich_markup_mode=None, add_completion=False
 )
 
 
@@ -156,57 +150,3 @@ def sfm(
     print_table(rows)
     if json_file is not None:
         write_json(json_file, summary)
-
-
-@export.callback()
-def export_root() -> None:
-    """Keeps `colmap` a command of its own."""
-
-
-@export.command("colmap")
-def export_colmap(
-    matches: Annotated[Path, typer.Argument(help="A matches.h5.", show_default=False)],
-    out: Annotated[Path, typer.Option("-o", "--out", help="The database, new or existing.")],
-    images: Annotated[
-        Optional[Path], typer.Option(help="Folder of the photos, for the focal lengths in their EXIF.")
-    ] = None,
-    cameras: SharingOption = Sharing.auto,
-    camera_model: ModelOption = "SIMPLE_RADIAL",
-    intrinsics: IntrinsicsOption = None,
-    cell: CellOption = 3.0,
-    max_error: ErrorOption = 1.5,
-    max_keypoints: KeypointsOption = 8192,
-    verify: Annotated[bool, typer.Option("--verify", help="Also check each pair by its geometry.")] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace all keypoints and matches in the database.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-) -> None:
-    """Write matches into a COLMAP database, with keypoints shared by all pairs of an image.
-
-    Images that the database knows by name keep their cameras; the others are added.
-
-    \b
-    Examples:
-      prism export colmap out/matches.h5 -o database.db --images photos
-      prism export colmap out/matches.h5 -o project/database.db --verify
-    """
-    from prism_match.cli import print_table
-    from prism_match.export import colmap
-    from prism_match.pipelines.cameras import CameraOptions
-    from prism_match.pipelines.tracks import TrackOptions
-
-    counts = colmap.export_colmap(
-        matches,
-        out,
-        images=images,
-        tracks=TrackOptions(cell, max_error, max_keypoints),
-        cameras=CameraOptions(cameras.value, camera_model, intrinsics),
-        verify=verify,
-        overwrite=overwrite,
-    )
-    if as_json:
-        json.dump(counts, sys.stdout, indent=2)
-        print()
-    else:
-        print_table({**counts, "written": out})

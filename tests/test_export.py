@@ -1,0 +1,174 @@
+"""Matches in the formats of other tools, there and back."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import cv2
+import h5py
+import numpy as np
+import pytest
+from conftest import ASSETS
+from typer.testing import CliRunner
+
+from prism_match import Matches, UserError
+from prism_match.export.commands import export_app
+from prism_match.export.hloc import (
+    DenseMatches,
+    Features,
+    SparseMatches,
+    read_dense_matches,
+    read_features,
+    read_sparse_matches,
+    write_features,
+    write_matches,
+)
+
+NAMES = ["db/1.jpg", "db/deep/2.jpg", "query/night/q.jpg"]
+
+
+def random_matches(seed: int, count: int = 40, names: tuple[str, str] = ("a.jpg", "b.jpg")) -> Matches:
+    rng = np.random.default_rng(seed)
+    points = rng.uniform(0, 200, (2, count, 2)).astype(np.float32)
+    scores = np.sort(rng.random(count).astype(np.float32))[::-1].copy()
+    return Matches(points[0], points[1], scores, (320, 240), (300, 200), *names)
+
+
+# ---- OpenCV
+
+
+def test_opencv_there_and_back() -> None:
+    m = random_matches(0)
+    back = Matches.from_opencv(*m.to_opencv(), m.size0, m.size1, m.name0, m.name1)
+    np.testing.assert_array_equal(back.keypoints0, m.keypoints0)
+    np.testing.assert_array_equal(back.keypoints1, m.keypoints1)
+    np.testing.assert_allclose(back.scores, m.scores, atol=1e-6)
+    assert (back.size0, back.size1, back.name0, back.name1) == (m.size0, m.size1, m.name0, m.name1)
+
+
+def test_opencv_takes_and_gives_nothing() -> None:
+    empty = random_matches(0, 0)
+    assert empty.to_opencv() == ([], [], [])
+    back = Matches.from_opencv([], [], [], (1, 2), (3, 4))
+    assert back.keypoints0.shape == (0, 2) and len(back) == 0
+
+
+def test_matches_of_opencv_come_best_first(photo: np.ndarray) -> None:
+    sift = cv2.SIFT_create(100)
+    k0, d0 = sift.detectAndCompute(photo, None)
+    k1, d1 = sift.detectAndCompute(cv2.GaussianBlur(photo, (0, 0), 1), None)
+    links = cv2.BFMatcher(crossCheck=True).match(d0, d1)
+    size = photo.shape[1], photo.shape[0]
+    m = Matches.from_opencv(k0, k1, links, size, size)
+    best = min(links, key=lambda x: x.distance)
+    np.testing.assert_allclose(m.keypoints0[0], k0[best.queryIdx].pt, rtol=1e-6)
+    assert (np.diff(m.scores) <= 0).all() and m.scores.min() >= 0 and len(m) == len(links)
+
+
+def test_opencv_draws_them(photo: np.ndarray) -> None:
+    m = random_matches(1, 5)
+    k0, k1, links = m.to_opencv()
+    picture = cv2.drawMatches(photo[:240, :320], k0, photo[:200, :300], k1, links, None)
+    assert picture.shape == (240, 620, 3)
+
+
+# ---- hloc
+
+
+def test_hloc_features_there_and_back(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    features = {
+        name: Features(rng.random((n, 2), np.float32), rng.random(n, np.float32), (640, 480))
+        for n, name in enumerate(NAMES)
+    }
+    write_features(tmp_path / "features.h5", features)
+    back = read_features(tmp_path / "features.h5")
+    assert sorted(back) == sorted(NAMES)
+    for name in NAMES:
+        np.testing.assert_array_equal(back[name].keypoints, features[name].keypoints)
+        np.testing.assert_array_equal(back[name].scores, features[name].scores)
+        assert back[name].size == (640, 480)
+    with h5py.File(tmp_path / "features.h5") as file:  # as hloc looks for them
+        assert file["db/deep/2.jpg"]["keypoints"].shape == (1, 2)
+        assert file["db"]["deep"]["2.jpg"]["keypoints"].attrs["uncertainty"] == 1.0
+
+
+def test_hloc_matches_there_and_back(tmp_path: Path) -> None:
+    path = tmp_path / "matches.h5"
+    sparse = {
+        (NAMES[0], NAMES[1]): SparseMatches(np.array([[3, 1], [0, 2]]), np.array([0.5, 0.25], np.float32)),
+        (NAMES[2], NAMES[0]): SparseMatches(np.empty((0, 2), np.int64), np.empty(0, np.float32)),
+    }
+    m = random_matches(2)
+    dense = {(NAMES[0], NAMES[1]): DenseMatches(m.keypoints0, m.keypoints1, m.scores)}
+    write_matches(path, sparse, dict.fromkeys(NAMES, 5), dense.items())
+    with h5py.File(path) as file:  # as hloc looks for them
+        group = file["db-1.jpg"]["db-deep-2.jpg"]
+        assert group["matches0"][()].tolist() == [2, -1, -1, 1, -1]
+        assert group["matching_scores0"][()].tolist() == [0.25, 0, 0, 0.5, 0]
+        assert group["keypoints0"].shape == group["keypoints1"].shape == (40, 2)
+        assert file["query-night-q.jpg"]["db-1.jpg"]["matches0"].shape == (5,)
+    back = dict(read_sparse_matches(path, NAMES))
+    assert set(back) == set(sparse)
+    for names, matches in sparse.items():
+        order = np.argsort(matches.index[:, 0])
+        np.testing.assert_array_equal(back[names].index, matches.index[order])
+        np.testing.assert_array_equal(back[names].scores, matches.scores[order])
+    again = dict(read_dense_matches(path, NAMES))
+    assert list(again) == list(dense)
+    np.testing.assert_array_equal(again[NAMES[0], NAMES[1]].keypoints1, m.keypoints1)
+
+
+def test_names_that_hloc_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
+    same = SparseMatches(np.array([[0, 0]]), np.ones(1, np.float32))
+    with pytest.raises(UserError, match="the same name in hloc's files"):
+        write_matches(tmp_path / "m.h5", {("a/b.jpg", "a-b.jpg"): same}, {"a/b.jpg": 1, "a-b.jpg": 1})
+    assert not list(tmp_path.iterdir())
+
+
+def test_export_of_single_pairs(tmp_path: Path) -> None:
+    files = []
+    for n, pair in enumerate([("x/a.jpg", "x/b.jpg"), ("x/b.jpg", "c.jpg")]):
+        m = random_matches(n, names=(str(tmp_path / pair[0]), str(tmp_path / pair[1])))
+        files.append(tmp_path / f"{n}.npz")
+        m.save(files[-1])
+    out = tmp_path / "out"
+    result = CliRunner().invoke(export_app, ["hloc", *map(str, files), "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    features = read_features(out / "features.h5")
+    assert sorted(features) == ["c.jpg", "x/a.jpg", "x/b.jpg"]
+    assert features["c.jpg"].size == (300, 200)
+    assert (out / "pairs.txt").read_text() == "x/a.jpg x/b.jpg\nx/b.jpg c.jpg\n"
+    dense = dict(read_dense_matches(out / "matches.h5", features))
+    np.testing.assert_array_equal(dense["x/b.jpg", "c.jpg"].keypoints0, random_matches(1).keypoints0)
+    for names, sparse in read_sparse_matches(out / "matches.h5", features):
+        points = dense[names]
+        for side, name in enumerate(names):
+            there = features[name].keypoints[sparse.index[:, side]]
+            mine = (points.keypoints0, points.keypoints1)[side]
+            nearest = np.linalg.norm(there[:, None] - mine[None], axis=2).min(axis=1)
+            assert len(nearest) > 20 and nearest.max() <= 1.0
+
+
+@pytest.mark.parametrize("name, reason", [("no.npz", "no such file"), ("bad.h5", "not a file of matches")])
+def test_bad_matches_give_one_line(tmp_path: Path, name: str, reason: str) -> None:
+    (tmp_path / "bad.h5").write_bytes(b"nonsense")
+    result = CliRunner().invoke(export_app, ["hloc", str(tmp_path / name), "-o", str(tmp_path / "out")])
+    assert isinstance(result.exception, UserError) and reason in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+# ---- kornia
+
+
+def test_the_kornia_example_runs_without_kornia(
+    one_thread: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "kornia", None)
+    example = runpy.run_path(str(ASSETS.parents[2] / "examples" / "kornia_style.py"))
+    example["main"].__globals__["LONGER_SIDE"] = 320
+    example["main"](str(ASSETS / "astronaut0.jpg"), str(ASSETS / "astronaut1.jpg"))
+    matches, agree = (int(line.split()[0]) for line in capsys.readouterr().out.splitlines())
+    assert matches > 20 and agree > matches / 2
