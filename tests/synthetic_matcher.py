@@ -31,6 +31,7 @@ class SyntheticMatcher:
     size: int = 160
     threshold: float | None = None
     max_matches: int | None = None
+    rotate: str = "never"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     info: WeightsInfo = field(default_factory=lambda: WeightsInfo(None, "synthetic", ModelConfig(), {}))
     extracted: list[str] = field(default_factory=list)  # names, in the order they were asked for
