@@ -183,7 +183,13 @@ def working(results: list[Result]) -> set[str]:
 def main() -> int:
     args = arguments()
     record = read_record()
-    matcher = Matcher(args.weights, device=args.device, precision=args.precision, rotate=args.rotate)
+    matcher = Matcher(
+        args.weights,
+        device=args.device,
+        precision=args.precision,
+        rotate=args.rotate,
+        polish=args.polish,
+    )
     name = torch.cuda.get_device_name(matcher.device) if matcher.device.type == "cuda" else "CPU"
     about = {
         "weights": str(matcher.info.sha256)[:16], "seeds": args.seeds,
@@ -261,6 +267,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--weights", help="a .safetensors file or hf:OWNER/REPO [the shipped]")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto", choices=["auto", "fp32", "bf16", "fp16"])
+    parser.add_argument("--polish", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--rotate", default="auto", choices=["auto", "always", "never"])
     parser.add_argument("--batch", type=int, default=1, help="pairs of equal size matched at a time")
     parser.add_argument("--cache", type=Path, help="folder that keeps the matches [none is kept]")

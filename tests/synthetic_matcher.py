@@ -32,6 +32,7 @@ class SyntheticMatcher:
     threshold: float | None = None
     max_matches: int | None = None
     rotate: str = "never"
+    polish: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     info: WeightsInfo = field(default_factory=lambda: WeightsInfo(None, "synthetic", ModelConfig(), {}))
     extracted: list[str] = field(default_factory=list)  # names, in the order they were asked for

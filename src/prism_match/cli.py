@@ -16,6 +16,7 @@ import typer
 from prism_match import __version__
 from prism_match.cli_options import (
     DeviceOption,
+    PolishOption,
     Precision,
     PrecisionOption,
     Rotate,
@@ -81,6 +82,7 @@ def match(
         typer.Option(help="Model that the inliers are counted for; homography also gives an overlay."),
     ] = Geometry.fundamental,
     rotate: RotateOption = Rotate.auto,
+    polish: PolishOption = True,
     device: DeviceOption = "auto",
     precision: PrecisionOption = Precision.auto,
     weights: WeightsOption = None,
@@ -105,7 +107,9 @@ def match(
     first, second = load_image(image0), load_image(image1)
     region0 = None if mask0 is None else load_mask(mask0, first)
     region1 = None if mask1 is None else load_mask(mask1, second)
-    matcher = make_matcher(weights, model_config, device, precision, size, threshold, max_matches, rotate)
+    matcher = make_matcher(
+        weights, model_config, device, precision, size, threshold, max_matches, rotate, polish
+    )
     folder = writable_folder(out)
     with busy("matching"):
         start = time.perf_counter()
@@ -295,6 +299,7 @@ def make_matcher(
     threshold: float | None,
     max_matches: int | None,
     rotate: Rotate = Rotate.auto,
+    polish: bool = True,
 ) -> Matcher:
     from prism_match.matcher import DEFAULT_SIZE, Matcher
 
@@ -306,6 +311,7 @@ def make_matcher(
         threshold=threshold,
         max_matches=max_matches,
         rotate=rotate.value,
+        polish=polish,
         config=parse_config(model_config),
     )
     if not matcher.info.trained:

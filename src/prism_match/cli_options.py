@@ -30,4 +30,11 @@ RotateOption = Annotated[
     Rotate,
     typer.Option(help="Try the second image turned by 90, 180, 270 degrees; auto: if it hardly matches."),
 ]
+PolishOption = Annotated[
+    bool,
+    typer.Option(
+        "--polish/--no-polish",
+        help="Move matches by fractions of a pixel to where the images look most alike.",
+    ),
+]
 WeightsOption = Annotated[Optional[str], typer.Option(help=f"{WEIGHTS_HELP}.")]

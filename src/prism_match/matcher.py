@@ -19,6 +19,7 @@ from prism_match.errors import UserError
 from prism_match.images import Image, ImageLike, load_image, load_mask, resize
 from prism_match.matches import Details, Matches
 from prism_match.model.prism import CELL, STRIDE, Features, PairMatches
+from prism_match.polish import polish
 from prism_match.weights import build_model, weights_info
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -51,6 +52,7 @@ class Matcher:
         threshold: float | None = None,
         max_matches: int | None = None,
         rotate: Rotate = "auto",
+        polish: bool = True,
         config: ModelConfig | None = None,
     ):
         """weights: a .safetensors file, or hf:OWNER/REPO[@REVISION][:FILE] for one on the Hugging Face Hub;
@@ -61,7 +63,9 @@ class Matcher:
         max_matches: only so many of the most confident ones.
         rotate: whether image 1 is also tried turned by 90, 180 and 270 degrees, of which the turn with the
         most confident matches counts; it takes four times as long. "auto": only where image 1 as it is
-        has next to no matches. Matches are in pixels of the images as they are given, always."""
+        has next to no matches. Matches are in pixels of the images as they are given, always.
+        polish: whether the model's matches are moved by fractions of a pixel to where both images look
+        most alike (`polish.py`); False: the paper's refinement alone."""
         if size < STRIDE:
             raise UserError(f"size must be at least {STRIDE} pixels, not {size}")
         if threshold is not None and not 0 <= threshold < 1:
@@ -70,7 +74,7 @@ class Matcher:
             raise UserError(f"max_matches must be at least 1, not {max_matches}")
         if rotate not in get_args(Rotate):
             raise UserError(f"rotate must be one of {', '.join(get_args(Rotate))}, not {rotate!r}")
-        self.rotate = rotate
+        self.rotate, self.polish = rotate, polish
         self.device = find_device(device)
         self.dtype = find_dtype(precision, self.device)
         self.size, self.threshold, self.max_matches = size, threshold, max_matches
@@ -222,9 +226,11 @@ class Matcher:
 
     def _to_matches(self, found: PairMatches, n: int, pair: Pair, details: bool) -> Matches:
         mine = found.batch == n
-        points0, points1, scores = (
-            x[mine].float().cpu().numpy() for x in (found.keypoints0, found.keypoints1, found.confidence)
-        )
+        at0, at1 = found.keypoints0[mine].float(), found.keypoints1[mine].float()
+        if self.polish:
+            gray0, gray1 = (torch.from_numpy(p.gray).to(self.device) for p in (pair.a, pair.b))
+            at1 = polish(gray0, gray1, at0, at1)
+        points0, points1, scores = (x.cpu().numpy() for x in (at0, at1, found.confidence[mine].float()))
         points0, points1 = pair.a.to_original(points0), pair.b.to_original(points1)
         inside = is_inside(points0, pair.a.size) & is_inside(points1, pair.b.size)
         order = np.argsort(-scores, kind="stable")

@@ -13,6 +13,7 @@ import typer
 from prism_match.cli_options import (
     WEIGHTS_HELP,
     DeviceOption,
+    PolishOption,
     Precision,
     PrecisionOption,
     Rotate,
@@ -59,6 +60,7 @@ def evaluate(
     device: DeviceOption = "auto",
     precision: PrecisionOption = Precision.auto,
     rotate: RotateOption = Rotate.auto,
+    polish: PolishOption = True,
     batch: Annotated[int, typer.Option(help="Pairs of equal size matched at a time.")] = 1,
     confidence: Annotated[
         Optional[float], typer.Option(help="Least confidence of a match [the model's theta_c].")
@@ -119,6 +121,7 @@ def evaluate(
         data=data, method=method, size=size, ransac=ransac.value, threshold=threshold, pairs=pairs,
         seed=seed, weights=tuple(weights or ()), configs=tuple(model_config or ()), device=device,
         precision=precision.value, batch=batch, confidence=confidence, rotate=rotate.value,
+        polish=polish,
         top=top, within=tuple(map(parse_limits, within or ())), pair_list=pair_list, snap=snap,
         depth_scale=depth_scale, run=Run(cache=cache, out=out, progress=True),
     )  # fmt: skip

@@ -54,12 +54,11 @@ def as_method(method: Method | Matcher | str) -> Method:
 class Prism:
     """PRISM, as a `Matcher` has it; the benchmark's resizing takes the place of the Matcher's own."""
 
-    name = "PRISM (ours)"
-
     def __init__(self, matcher: Matcher, batch_size: int = 1):
         self.matcher = copy.copy(matcher)  # shares the model
         self.matcher.size = sys.maxsize
         self.batch_size = batch_size
+        self.name = "PRISM (ours)" if matcher.polish else "PRISM (ours), not polished"
         self.settings = {
             "method": "prism",
             "weights": hash_weights(matcher),
@@ -67,6 +66,7 @@ class Prism:
             "threshold": matcher.threshold,
             "max_matches": matcher.max_matches,
             "rotate": matcher.rotate,
+            "polish": matcher.polish,
             "precision": str(matcher.dtype).removeprefix("torch."),
         }
 

@@ -37,6 +37,7 @@ class Options:
     batch: int = 1
     confidence: float | None = None  # least one of a match; None: the model's theta_c
     rotate: Rotate = "auto"
+    polish: bool = True
     # Localization
     top: int | None = None  # map photos that a query is matched with; None: the benchmark's
     within: tuple[tuple[float, float], ...] = ()  # metres and degrees to count poses by; none: the usual ones
@@ -77,6 +78,7 @@ class Options:
             threshold=least,
             config=config,
             rotate=self.rotate,
+            polish=self.polish,
         )
         if not matcher.info.trained:
             warn_once("the weights are untrained (random): the numbers mean nothing yet")

@@ -46,6 +46,7 @@ def match_settings(matcher: Matcher) -> dict[str, Any]:
         "threshold": config.theta_c if matcher.threshold is None else matcher.threshold,
         "max_matches": matcher.max_matches,
         "rotate": matcher.rotate,
+        "polish": matcher.polish,
     }
 
 

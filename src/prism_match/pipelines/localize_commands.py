@@ -12,6 +12,7 @@ import typer
 
 from prism_match.cli_options import (
     DeviceOption,
+    PolishOption,
     Precision,
     PrecisionOption,
     Rotate,
@@ -71,6 +72,7 @@ def localize_command(
     batch: Annotated[int, typer.Option(help="Pairs of equal size matched at a time.")] = 1,
     weights: WeightsOption = None,
     rotate: RotateOption = Rotate.never,
+    polish: PolishOption = True,
     model_config: Annotated[Optional[str], typer.Option(help="A preset or a .toml/.json file.")] = None,
     json_file: Annotated[Optional[Path], typer.Option("--json", help="Write the result here too.")] = None,
 ) -> None:
@@ -108,7 +110,7 @@ def localize_command(
     folder = writable_folder(out)
     if json_file is not None:
         writable_folder(json_file.parent)
-    matcher = make_matcher(weights, model_config, device, precision, size, None, None, rotate)
+    matcher = make_matcher(weights, model_config, device, precision, size, None, None, rotate, polish)
     map_photos = {name: mapped.path(name) for name in mapped.names}
     broken: dict[Path, str] = {}
     if listed is None:

@@ -10,6 +10,7 @@ import typer
 
 from prism_match.cli_options import (
     DeviceOption,
+    PolishOption,
     Precision,
     PrecisionOption,
     Rotate,
@@ -81,6 +82,7 @@ def sfm(
     batch: Annotated[Optional[int], typer.Option(help="Pairs matched at a time [GPU 8, CPU 1].")] = None,
     weights: WeightsOption = None,
     rotate: RotateOption = Rotate.never,
+    polish: PolishOption = True,
     model_config: Annotated[
         Optional[str], typer.Option(help="A preset (paper, tiny, ...) or a .toml/.json file.")
     ] = None,
@@ -127,7 +129,7 @@ def sfm(
         writable_folder(json_file.parent)
 
     def load_matcher() -> Any:
-        return make_matcher(weights, model_config, device, precision, size, threshold, None, rotate)
+        return make_matcher(weights, model_config, device, precision, size, threshold, None, rotate, polish)
 
     if matches_only:
         found = match_images(find_images(images, out), writable_folder(out), options, load_matcher, True)

@@ -1,0 +1,120 @@
+"""Polishing: exact on images whose geometry is known, and harmless where there is nothing to go by."""
+
+from __future__ import annotations
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from prism_match import Matcher
+from prism_match.config import PRESETS
+from prism_match.polish import FARTHEST, FEWEST, local_affine, polish
+
+
+def gray(photo: np.ndarray) -> np.ndarray:
+    return photo.astype(np.float32) / 255
+
+
+def moved_and_disturbed(
+    image: np.ndarray, affine: np.ndarray, noise: float
+) -> tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The image under an affine map (2 3), points of it, where they land, and that with noise."""
+    height, width = image.shape
+    other = cv2.warpAffine(image, affine, (width, height), flags=cv2.INTER_CUBIC)
+    x, y = np.meshgrid(np.arange(20.0, width - 20, 8), np.arange(20.0, height - 20, 8))
+    points = np.stack([x.ravel(), y.ravel()], 1)
+    truth = points @ affine[:, :2].T + affine[:, 2]
+    inside = ((truth > 15) & (truth < [width - 15, height - 15])).all(1)
+    points, truth = points[inside], truth[inside]
+    guess = truth + np.random.default_rng(0).uniform(-noise, noise, truth.shape)
+    return other, *(torch.from_numpy(a).float() for a in (points, truth, guess))
+
+
+def about_the_middle(image: np.ndarray, angle: float, scale: float) -> np.ndarray:
+    height, width = image.shape
+    return cv2.getRotationMatrix2D((width / 2, height / 2), angle, scale)
+
+
+@pytest.mark.parametrize(
+    "angle, scale, shift", [(0, 1, (3.3, -2.6)), (25, 1, (0, 0)), (180, 1, (0.4, 0)), (-10, 1.4, (0, 0.7))]
+)
+def test_points_come_to_lie_where_they_belong(
+    photo: np.ndarray, angle: float, scale: float, shift: tuple[float, float]
+) -> None:
+    image = gray(photo)
+    affine = about_the_middle(image, angle, scale)
+    affine[:, 2] += shift
+    other, points, truth, guess = moved_and_disturbed(image, affine, noise=0.8)
+    other = (0.6 * other + 0.2).clip(0, 1)  # another exposure
+    found = polish(torch.from_numpy(image), torch.from_numpy(other), points, guess)
+    before, after = ((p - truth).norm(dim=1) for p in (guess, found))
+    assert before.median() > 0.5
+    assert after.median() < 0.15
+    assert (after <= before).float().mean() > 0.8, "all but those in the plain background"
+    assert after.mean() < 0.5 * before.mean()
+
+
+def test_nothing_moves_far_or_without_a_reason(photo: np.ndarray) -> None:
+    image = torch.from_numpy(gray(photo))
+    generator = torch.Generator().manual_seed(0)
+    points = torch.rand(200, 2, generator=generator) * torch.tensor([image.shape[1], image.shape[0]])
+    noise = torch.rand(image.shape, generator=generator)
+    for other in (noise, torch.zeros_like(image), image.flip(1), image[:40, :50]):
+        found = polish(image, other, points, points)
+        assert found.isfinite().all()
+        assert (found - points).norm(dim=1).max() <= FARTHEST + 1e-3
+    flat = torch.full_like(image, 0.5)
+    assert torch.equal(polish(flat, image, points, points), points)
+
+
+def test_few_matches_stay_as_they_are(photo: np.ndarray) -> None:
+    image = torch.from_numpy(gray(photo))
+    for n in (0, 1, FEWEST - 1):
+        points = torch.full((n, 2), 30.0)
+        assert torch.equal(polish(image, image, points, points), points)
+
+
+def test_many_at_once_equal_parts(photo: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = gray(photo)
+    other, points, _, guess = moved_and_disturbed(image, about_the_middle(image, 5, 1.1), noise=0.5)
+    images = torch.from_numpy(image), torch.from_numpy(other)
+    whole = polish(*images, points, guess)
+    monkeypatch.setattr("prism_match.polish.AT_ONCE", 37)
+    assert torch.allclose(polish(*images, points, guess), whole, atol=1e-4)
+
+
+def test_local_affine_equals_least_squares() -> None:
+    random = np.random.default_rng(0)
+    points = random.uniform(0, 200, (60, 2))
+    target = points @ random.uniform(-1, 1, (2, 2)).T * 1.5 + random.normal(0, 0.2, (60, 2))
+    target[:30] = points[:30] @ np.array([[1.2, 0.3], [-0.2, 0.9]]).T
+    found = local_affine(torch.from_numpy(points), torch.from_numpy(target)).numpy()
+    compared = 0
+    for n in range(60):
+        near = np.argsort(np.linalg.norm(points - points[n], axis=1))[1:13]
+        d0, d1 = points[near] - points[n], target[near] - target[n]
+        expected = np.linalg.lstsq(d0, d1, rcond=None)[0].T
+        if not np.allclose(found[n], np.eye(2)):
+            assert np.allclose(found[n], expected, atol=1e-6)
+            compared += 1
+    assert compared < 60, "where two motions meet, neighbours do not agree"
+
+
+def test_neighbours_that_agree_tell_the_affine_map() -> None:
+    points = torch.rand(50, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 100
+    affine = torch.tensor([[1.2, 0.3], [-0.2, 0.9]], dtype=torch.float64)
+    assert torch.allclose(local_affine(points, points @ affine.mT + 3), affine.expand(50, 2, 2))
+
+
+def test_the_matcher_polishes_unless_told_not_to(photo: np.ndarray) -> None:
+    config = PRESETS["tiny"].replace(theta_c=0.0)
+    plain, polished = (
+        Matcher(config=config, device="cpu", size=160, rotate="never", polish=p).match(photo, photo)
+        for p in (False, True)
+    )
+    by_point = {tuple(p): q for p, q in zip(plain.keypoints0, plain.keypoints1, strict=True)}
+    shared = [(q, by_point[tuple(p)]) for p, q in zip(polished.keypoints0, polished.keypoints1, strict=True)
+              if tuple(p) in by_point]  # fmt: skip
+    assert len(shared) > 0.9 * len(plain)
+    assert any(not np.array_equal(a, b) for a, b in shared)
