@@ -21,23 +21,30 @@ def matcher() -> Matcher:
     return Matcher(device="cpu")
 
 
-def test_the_demo_pair(matcher: Matcher) -> None:
+@pytest.mark.parametrize("polish, median", [(True, 0.7), (False, 1.4)])
+def test_the_demo_pair(
+    polish: bool, median: float, matcher: Matcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A zoom of 1.8 with a turn, a tilt and other light."""
     assert matcher.info.trained
-    matches = matcher.match(ASSETS / "astronaut0.jpg", ASSETS / "astronaut1.jpg")
+    monkeypatch.setattr(matcher, "polish", polish)
+    matches = matcher.match(ASSETS / "astronaut0.jpg", ASSETS / "astronaut1.jpg", details=True)
     truth = warp_points(matches.keypoints0, np.loadtxt(ASSETS / "astronaut_homography.txt"))
     errors = np.linalg.norm(matches.keypoints1 - truth, axis=1)
-    assert len(matches) > 150
-    assert np.median(errors) < 2.5
-    assert (errors < 5).mean() > 0.8
+    assert len(matches) > 600
+    assert np.median(errors) < median
+    assert (errors < 3).mean() > 0.8
+    assert matches.details is not None
+    assert matches.details.keep0[-1].mean() < 0.5, "the second view shows less than half of the first"
+    assert matches.details.keep1[-1].mean() > 0.9
 
 
 def test_a_small_shift(matcher: Matcher, photo: np.ndarray) -> None:
     """Easy, so it must be dense and exact."""
     matches = matcher.match(photo[:400, :400], photo[37:437, 21:421])
     errors = np.linalg.norm(matches.keypoints0 - [21, 37] - matches.keypoints1, axis=1)
-    assert len(matches) > 500
-    assert np.median(errors) < 1.5 and (errors < 5).mean() > 0.95
+    assert len(matches) > 1000
+    assert np.median(errors) < 0.1 and (errors < 3).mean() > 0.97
 
 
 def test_strangers_hardly_match(matcher: Matcher, photo: np.ndarray) -> None:

@@ -228,8 +228,9 @@ class Matcher:
         mine = found.batch == n
         at0, at1 = found.keypoints0[mine].float(), found.keypoints1[mine].float()
         if self.polish:
-            gray0, gray1 = (torch.from_numpy(p.gray).to(self.device) for p in (pair.a, pair.b))
-            at1 = polish(gray0, gray1, at0, at1)
+            # A turned image is a view with negative strides, which tensors cannot have.
+            gray0, gray1 = (torch.from_numpy(np.ascontiguousarray(p.gray)) for p in (pair.a, pair.b))
+            at1 = polish(gray0.to(self.device), gray1.to(self.device), at0, at1)
         points0, points1, scores = (x.cpu().numpy() for x in (at0, at1, found.confidence[mine].float()))
         points0, points1 = pair.a.to_original(points0), pair.b.to_original(points1)
         inside = is_inside(points0, pair.a.size) & is_inside(points1, pair.b.size)
