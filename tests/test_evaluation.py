@@ -34,9 +34,11 @@ from prism_match.evaluation.options import Options, warn_once
 from prism_match.evaluation.pairs import Pair, PosePair, Resize, choose, scale_points, scaling
 from prism_match.evaluation.pose import evaluate_pose
 from prism_match.evaluation.posed import in_resized_frames, read_calibrated, read_pair_list
+from prism_match.evaluation.report import COLOURS
 from prism_match.evaluation.rgbd import bin_name, read_rgbd, spread_choice
 from prism_match.evaluation.runner import Result, Run
 from prism_match.evaluation.scannet import read_scannet
+from prism_match.evaluation.sweeps import THETA_C, THETA_P
 from prism_match.geometry import warp_points
 from prism_match.matcher import Matcher
 from prism_match.matches import Matches
@@ -697,6 +699,10 @@ def test_ablation(tiny: Options, tmp_path: Path) -> None:
         BENCHMARKS["ablation"](tiny)
     with pytest.raises(UserError, match="ablation"):
         BENCHMARKS["megadepth1500"](options)
+
+
+def test_every_curve_of_a_sweep_has_its_colour() -> None:
+    assert len(set(COLOURS)) >= len(THETA_C) + len(THETA_P)
 
 
 def test_thresholds(tiny: Options, monkeypatch: pytest.MonkeyPatch) -> None:
