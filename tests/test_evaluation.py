@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import cv2
@@ -17,6 +18,7 @@ import pytest
 import torch
 import typer
 from conftest import needs_shared
+from rgbd_for_tests import write_sequence
 from synthetic_scene import HEIGHT, WIDTH, K, Scene, make_scene
 from typer.testing import CliRunner
 
@@ -32,8 +34,11 @@ from prism_match.evaluation.options import Options, warn_once
 from prism_match.evaluation.pairs import Pair, PosePair, Resize, choose, scale_points, scaling
 from prism_match.evaluation.pose import evaluate_pose
 from prism_match.evaluation.posed import in_resized_frames, read_calibrated, read_pair_list
+from prism_match.evaluation.report import COLOURS
+from prism_match.evaluation.rgbd import bin_name, read_rgbd, spread_choice
 from prism_match.evaluation.runner import Result, Run
 from prism_match.evaluation.scannet import read_scannet
+from prism_match.evaluation.sweeps import THETA_C, THETA_P
 from prism_match.geometry import warp_points
 from prism_match.matcher import Matcher
 from prism_match.matches import Matches
@@ -314,6 +319,23 @@ def test_other_settings_begin_anew(megadepth: Path, tmp_path: Path, capsys: pyte
     assert method.matched == 5 and "begun anew" in capsys.readouterr().err
 
 
+def test_what_has_changed_is_measured_again(megadepth: Path, tmp_path: Path) -> None:
+    pairs, run = read_megadepth(megadepth), Run(out=tmp_path)
+    images = [tmp_path / "a.png", tmp_path / "b.png"]
+    images[0].write_bytes(pairs[0].image0.read_bytes())
+    images[1].write_text("damaged")
+    pairs[0] = replace(pairs[0], image0=images[0], image1=images[1])
+    assert list(evaluate_pose(pairs, Oracle(pairs), SIZE, run=run).failures) == [pairs[0].name]
+    evaluate_pose(pairs[:2], Oracle(pairs), SIZE, run=run)  # fewer pairs: the others stay done
+    images[1].write_bytes(pairs[1].image1.read_bytes())
+    other = pairs[2].T_0to1.copy()
+    other[0, 3] += 0.5
+    pairs[2] = replace(pairs[2], T_0to1=other)
+    method = Oracle(pairs)
+    assert not evaluate_pose(pairs, method, SIZE, run=run).failures
+    assert method.matched == 2
+
+
 def test_failures_survive_resumption(megadepth: Path, tmp_path: Path) -> None:
     nothing = function_method(lambda a, b: (np.zeros((0, 2)), np.zeros((0, 2))))
     results = [evaluate_pose(read_megadepth(megadepth), nothing, SIZE, run=Run(out=tmp_path)) for _ in "ab"]
@@ -364,6 +386,15 @@ def test_a_sequence_that_lacks_a_file(sequences: Path, tmp_path: Path) -> None:
         read_hpatches(tmp_path)
 
 
+def test_an_image_without_homography_is_told(sequences: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(sequences, tmp_path / "s")
+    (tmp_path / "s" / "v_a" / "H_1_3").unlink()
+    pairs = read_hpatches(tmp_path / "s")
+    assert list(evaluate_homography(pairs, Oracle(pairs)).unusable) == ["v_a/1-3"] and len(pairs) == 6
+
+
 def write_scannet(root: Path, scene: Scene, with_poses: bool) -> Path:
     folder = root / "scannet_test_1500" / "scene0007_01"
     for name in ("color", "pose"):
@@ -395,7 +426,8 @@ def test_pair_list(scene: Scene, tmp_path: Path) -> None:
     T = scene.T[1] @ np.linalg.inv(scene.T[0])
     row = " ".join(f"{x:.10g}" for x in np.concatenate([K.ravel(), K.ravel(), T.ravel()]))
     a, b = (scene.root / "images" / n for n in scene.names[:2])
-    text = f"# comment\n{a} {b} 0 0 {row}\n\n{b} {a} 0 0\n"
+    intrinsics = " ".join(row.split()[:18])
+    text = f"# comment\n{a} {b} 0 0 {row}\n\n{b} {a} 0 0\n{b} {b}\n{a} {a} 0 0 {intrinsics}\n"
     (tmp_path / "pairs.txt").write_text(text)
     for path in (tmp_path / "pairs.txt", tmp_path):
         resizing = Resize(longer=SIZE)
@@ -403,7 +435,7 @@ def test_pair_list(scene: Scene, tmp_path: Path) -> None:
         assert pairs[0].frame0 == (200, 150)
         np.testing.assert_allclose(pairs[0].K0[0, 0], K[0, 0] * 1.25)
         result = evaluate_pose(pairs, Oracle(pairs), resizing)
-        assert result.auc["5"] > 99 and list(result.unusable) == [f"{b}-{a}"]
+        assert result.auc["5"] > 99 and list(result.unusable) == [f"{b}-{a}", f"{b}-{b}", f"{a}-{a}"]
     for bad, word in (
         (f"{a} {b} 1 0 {row}", "rotated"),
         (f"{a} {b} 0 0 1 2", "columns"),
@@ -444,6 +476,51 @@ def test_bad_indices(tmp_path: Path) -> None:
             read(tmp_path)
 
 
+# ---- RGB-D sequences
+
+
+@pytest.fixture(scope="module")
+def sequence(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    scene = make_scene(tmp_path_factory.mktemp("room"), views=8)
+    return write_sequence(scene, tmp_path_factory.mktemp("sequences") / "room", scannet=False)
+
+
+def test_rgbd(sequence: Path) -> None:
+    pairs, overlaps = read_rgbd(sequence)
+    assert len(pairs) == len(overlaps) > 5 and all(0.1 <= x < 0.8 for x in overlaps.values())
+    assert all(p.split == bin_name(overlaps[p.name]) for p in pairs)
+    result = evaluate_pose(pairs, Oracle(pairs), SIZE)
+    assert result.auc["5"] > 98 and list(result.subset("split")) == sorted({p.split for p in pairs})
+    chosen = [[p.name for p in read_rgbd(sequence.parent, 4, seed)[0]] for seed in (0, 0, 1)]
+    assert chosen[0] == chosen[1] != chosen[2] and len(chosen[0]) == 4
+
+
+def test_bins_of_overlap_take_turns() -> None:
+    overlaps = np.array([0.7] * 50 + [0.15] * 2 + [0.5] * 10 + [0.3] * 9)
+    names = [bin_name(overlaps[n]) for n in spread_choice(overlaps, 20, seed=0)]
+    assert {name: names.count(name) for name in dict.fromkeys(names)} == {
+        "overlap 0.1 to 0.2": 2, "overlap 0.2 to 0.4": 6, "overlap 0.4 to 0.6": 6, "overlap 0.6 to 0.8": 6,
+    }  # fmt: skip
+    assert len(spread_choice(overlaps, 1000, seed=0)) == len(overlaps)
+
+
+def test_bad_sequences(sequence: Path, tmp_path: Path) -> None:
+    import shutil
+
+    with pytest.raises(UserError, match="no RGB-D sequence"):
+        read_rgbd(tmp_path)
+    with pytest.raises(UserError, match="at least 1"):
+        read_rgbd(sequence, 0)
+    shutil.copytree(sequence, tmp_path / "room")
+    for pose in sorted((tmp_path / "room").glob("*.pose.txt"))[1:]:
+        pose.write_text("nonsense")
+    with pytest.raises(UserError, match=r"no two frames overlap by 0\.1 to 0\.8"):
+        read_rgbd(tmp_path)
+    (tmp_path / "room" / "camera-intrinsics.txt").unlink()
+    with pytest.raises(UserError, match="intrinsics"):
+        read_rgbd(tmp_path)
+
+
 # ---- methods
 
 
@@ -463,6 +540,9 @@ def test_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, megadepth: Path
         "    return [[1, 2], [3, float('nan')]], [[5, 6], [7, 8]]\n"
         "def bad(a, b):\n"
         "    return [[1, 2]], [[5, 6], [7, 8]]\n"
+        "def nothing(a, b): pass\n"
+        "def three(a, b): return np.zeros((4, 3)), np.zeros((4, 3))\n"
+        "number = 7\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -474,7 +554,10 @@ def test_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, megadepth: Path
     assert as_method("mine_for_test:match").settings != before, "a changed function has no cache yet"
     with pytest.raises(UserError, match="2 points"):
         evaluate_pose(read_megadepth(megadepth), "mine_for_test:bad", SIZE)
-    for name in ("surf", "mine_for_test:none", "no_such_module:match"):
+    for name, word in (("nothing", "points0"), ("three", "shape")):
+        with pytest.raises(UserError, match=word):
+            evaluate_pose(read_megadepth(megadepth), f"mine_for_test:{name}", SIZE)
+    for name in ("surf", "mine_for_test:none", "mine_for_test:number", "no_such_module:match"):
         with pytest.raises(UserError, match=name.partition(":")[0]):
             as_method(name)
 
@@ -578,6 +661,29 @@ def test_pairs_without_depth_are_told(tiny: Options, megadepth: Path, tmp_path: 
     assert "no depth map" in str(report)
 
 
+def test_pairs_without_truth_are_told(
+    tiny: Options, megadepth: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = read_megadepth(megadepth)
+    far = np.eye(4)
+    far[0, 3] = 1000.0
+    pairs[0], pairs[1] = replace(pairs[0], T_0to1=None), replace(pairs[1], T_0to1=far)
+    for name, module in (("megadepth-scale", "scale"), ("masks", "masks")):
+        monkeypatch.setattr(f"prism_match.evaluation.{module}.read_megadepth", lambda _: pairs)
+        summary = BENCHMARKS[name](tiny).summary
+        assert set(summary["unusable"]) == {pairs[0].name, pairs[1].name} and summary["pairs"] == 3
+
+
+def test_sweeps_tell_what_fails(tiny: Options, megadepth: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(megadepth, tmp_path / "md")
+    names = sorted((tmp_path / "md" / "Undistorted_SfM" / "0015" / "images").iterdir())
+    names[0].write_text("damaged")
+    report = BENCHMARKS["resolution"](replace(tiny, data=tmp_path / "md", method="sift"))
+    assert report.summary["pairs"] == 5 and "160 px: 2 pairs failed" in str(report)
+
+
 def test_resolution(tiny: Options) -> None:
     report = BENCHMARKS["resolution"](replace(tiny, pairs=2))
     assert report.summary["sizes"]["160"]["milliseconds"] > 0 and "160 px" in str(report)
@@ -593,6 +699,10 @@ def test_ablation(tiny: Options, tmp_path: Path) -> None:
         BENCHMARKS["ablation"](tiny)
     with pytest.raises(UserError, match="ablation"):
         BENCHMARKS["megadepth1500"](options)
+
+
+def test_every_curve_of_a_sweep_has_its_colour() -> None:
+    assert len(set(COLOURS)) >= len(THETA_C) + len(THETA_P)
 
 
 def test_thresholds(tiny: Options, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,6 +746,13 @@ def test_command_writes_everything(run_eval, megadepth: Path, tmp_path: Path) ->
         assert cv2.imread(str(out / name)).std() > 5
 
 
+def test_pictures_are_those_of_the_last_run(run_eval, megadepth: Path, tmp_path: Path) -> None:
+    words = ("megadepth1500", "--data", megadepth, "--method", "sift", "--size", 160, "--out", tmp_path)
+    for more in ((), ("--pairs", 2)):
+        assert run_eval(*words, *more).exit_code == 0
+    assert sorted(p.name for p in tmp_path.glob("*_*.png")) == ["best_1.png", "best_2.png"]
+
+
 def test_command_for_homographies(run_eval, sequences: Path, tmp_path: Path) -> None:
     done = run_eval("hpatches", "--data", sequences, "--method", "sift", "--size", 64, "--out", tmp_path)
     assert done.exit_code == 0, done.output
@@ -663,6 +780,10 @@ def test_mistakes(run_eval, megadepth: Path, tmp_path: Path) -> None:
         (["--data", tmp_path / "nowhere"], "nowhere"),
         (["--data", tmp_path], "scene_info"),
         (["--data", megadepth, "--size", 8], "size"),
+        (["--data", megadepth, "--size", 100000], "size"),
+        (["--data", megadepth, "--seed", -1], "seed"),
+        (["--data", megadepth, "--json", megadepth], "folder"),
+        (["--data", megadepth, "--method", "sift", "--threshold", "nan"], "threshold"),
         (["--data", megadepth, "--method", "surf"], "surf"),
         (["--data", megadepth, "--method", "sift", "--pairs", 0], "pairs"),
         (["--data", megadepth, "--method", "sift", "--threshold", -1], "threshold"),
@@ -717,6 +838,12 @@ def test_sift_on_real_rooms() -> None:
     assert len(listed) == 15
     pairs = in_resized_frames(listed[:2], Resize(longer=640))
     assert len(evaluate_pose(pairs, Sift(1000), 640).scores) == 2
+
+
+def test_sift_on_a_real_kitchen() -> None:
+    pairs = read_rgbd(needs_shared("eval/rgbd_kitchen"))[0]
+    assert [len(list(group)) for _, group in groupby(pairs, lambda p: p.split)] == [25] * 4
+    assert evaluate_pose(pairs[-4:], Sift(1000), 640).mean("precision") > 40
 
 
 def test_real_depth_gives_scale_and_cells() -> None:

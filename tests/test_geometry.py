@@ -105,5 +105,10 @@ def test_angles() -> None:
     turn, _ = cv2.Rodrigues(np.array([0, 0, np.radians(30)]))
     assert geometry.rotation_angle(np.eye(3), turn) == pytest.approx(30)
     assert geometry.rotation_angle(turn, np.eye(3)) == pytest.approx(30)
+    # Poses in files are rounded: an arc cosine of the trace makes a turn of half a degree 0 or 1.1 of it.
+    small, _ = cv2.Rodrigues(np.radians([0.3, 0.4, 0.0]))
+    for rounding in (1 - 1e-4, 1 + 1e-4):
+        assert geometry.rotation_angle(np.eye(3), rounding * small) == pytest.approx(0.5, rel=1e-3)
+    assert geometry.rotation_angle(np.diag([-1.0, -1, 1]), np.eye(3)) == pytest.approx(180)
     assert geometry.direction_angle(np.array([1.0, 0, 0]), np.array([-5.0, 0, 0])) == pytest.approx(0)
     assert geometry.direction_angle(np.array([1.0, 0, 0]), np.array([0, 2.0, 0])) == pytest.approx(90)

@@ -237,9 +237,11 @@ def symmetric_epipolar_error(x0: np.ndarray, x1: np.ndarray, e: np.ndarray) -> n
 
 
 def rotation_angle(a: np.ndarray, b: np.ndarray) -> float:
-    """Degrees between two rotations."""
-    cosine = (np.trace(a.T @ b) - 1) / 2
-    return float(np.degrees(np.arccos(np.clip(cosine, -1, 1))))
+    """Degrees between two rotations. From sine and cosine: poses in files are rounded, and the arc cosine
+    alone makes degrees of that."""
+    turn = a.T @ b
+    axis = turn[[2, 0, 1], [1, 2, 0]] - turn[[1, 2, 0], [2, 0, 1]]
+    return float(np.degrees(np.arctan2(np.linalg.norm(axis) / 2, (np.trace(turn) - 1) / 2)))
 
 
 def direction_angle(a: np.ndarray, b: np.ndarray) -> float:

@@ -4,6 +4,7 @@ line in `BENCHMARKS`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from prism_match.evaluation.hpatches import SHORTER_SIDE, evaluate_homography, read_hpatches
 from prism_match.evaluation.localization import localization
@@ -15,6 +16,7 @@ from prism_match.evaluation.pairs import Pair, PosePair, Resize
 from prism_match.evaluation.pose import evaluate_pose
 from prism_match.evaluation.posed import in_resized_frames, read_calibrated, read_pair_list
 from prism_match.evaluation.report import Evidence, Report, breakdown, main_table, problems
+from prism_match.evaluation.rgbd import PAIRS, read_rgbd
 from prism_match.evaluation.runner import Result
 from prism_match.evaluation.scale import megadepth_scale
 from prism_match.evaluation.scannet import FRAME, read_scannet
@@ -40,6 +42,12 @@ def pairs(o: Options) -> Report:
 
 def strecha(o: Options) -> Report:
     return pose_report("strecha", read_calibrated(o.data), Resize(longer=o.size or DEFAULT_SIZE), o)
+
+
+def rgbd(o: Options) -> Report:
+    listed, overlaps = read_rgbd(o.data, PAIRS if o.pairs is None else o.pairs, o.seed)
+    report = pose_report("rgbd", listed, Resize(longer=o.size or 640), o)
+    return replace(report, summary=report.summary | {"overlaps": overlaps})
 
 
 def hpatches(o: Options) -> Report:
@@ -75,6 +83,7 @@ BENCHMARKS: dict[str, Callable[[Options], Report]] = {
     "hpatches": hpatches,
     "pairs": pairs,
     "strecha": strecha,
+    "rgbd": rgbd,
     "megadepth-scale": megadepth_scale,
     "masks": masks,
     "resolution": resolution,

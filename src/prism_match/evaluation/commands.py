@@ -21,6 +21,8 @@ from prism_match.cli_options import (
 )
 from prism_match.errors import UserError
 
+LARGEST = 8192  # pixels of a side; images are enlarged to what is asked for, so that more can fill any memory
+
 
 class Benchmark(str, Enum):
     megadepth1500 = "megadepth1500"
@@ -28,6 +30,7 @@ class Benchmark(str, Enum):
     hpatches = "hpatches"
     pairs = "pairs"
     strecha = "strecha"
+    rgbd = "rgbd"
     megadepth_scale = "megadepth-scale"
     masks = "masks"
     resolution = "resolution"
@@ -55,7 +58,9 @@ def evaluate(
     threshold: Annotated[
         Optional[float], typer.Option(help="Of RANSAC, in pixels [opencv 0.5, poselib 1.5; homography 3].")
     ] = None,
-    pairs: Annotated[Optional[int], typer.Option(help="Only so many, chosen by the seed [all].")] = None,
+    pairs: Annotated[
+        Optional[int], typer.Option(help="Only so many, chosen by the seed [all; rgbd 100].")
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same numbers.")] = 0,
     device: DeviceOption = "auto",
     precision: PrecisionOption = Precision.auto,
@@ -101,6 +106,7 @@ def evaluate(
       prism eval megadepth1500 --data megadepth --cache matches --ransac poselib
       prism eval hpatches --data hpatches-sequences-release --method sift
       prism eval pairs --data pairs_with_gt.txt --method my_module:match
+      prism eval rgbd --data rgbd-sequence --pairs 200
       prism eval localization --data rgbd-sequence --top 3 --within 0.05,5 --within 0.25,2
       prism eval aachen --data aachen_v1.1 --pair-list pairs-query-netvlad50.txt --out results
       prism eval ablation --data megadepth --weights full.safetensors --weights no-pruning.safetensors
@@ -112,8 +118,12 @@ def evaluate(
 
     if not data.exists():
         raise UserError(f"{data}: no such file or folder")
-    if size is not None and size < 32:
-        raise UserError(f"--size must be at least 32 pixels, not {size}")
+    if size is not None and not 32 <= size <= LARGEST:
+        raise UserError(f"--size must be from 32 to {LARGEST} pixels, not {size}")
+    if seed < 0:
+        raise UserError(f"--seed must be at least 0, not {seed}")
+    if json_file is not None and json_file.is_dir():
+        raise UserError(f"{json_file}: is a folder; --json is a file")
     for folder in (out, cache, json_file.parent if json_file else None):
         if folder is not None:
             writable_folder(folder)

@@ -44,18 +44,20 @@ def read_hpatches(root: str | Path) -> list[HomographyPair]:
 
 
 def read_sequence(folder: Path) -> list[HomographyPair]:
+    """Image 1 against every other one, be it that its image or its homography is missing."""
     first = find_image(folder, "1")
-    files = sorted(folder.glob("H_1_*"), key=lambda f: (len(f.name), f.name))
+    images = {p.stem for p in folder.glob("*.*") if p.suffix.lower() in IMAGE_SUFFIXES and p.stem.isdigit()}
+    others = images.union(file.name[4:] for file in folder.glob("H_1_*")) - {"1"}
     return [
         HomographyPair(
-            name=f"{folder.name}/1-{file.name[4:]}",
+            name=f"{folder.name}/1-{other}",
             image0=first,
-            image1=find_image(folder, file.name[4:]),
+            image1=find_image(folder, other),
             split=SPLITS.get(folder.name.split("_")[0], ""),
             scene=folder.name,
-            H=read_matrix(file),
+            H=read_matrix(folder / f"H_1_{other}"),
         )
-        for file in files
+        for other in sorted(others, key=lambda name: (len(name), name))
     ]
 
 

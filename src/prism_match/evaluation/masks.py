@@ -85,7 +85,10 @@ def measure_masks(
     with progress_bar(len(pairs), 0, "masks", progress) as tick:
         for pair in pairs:
             try:
-                if not pair.problem and (qualities := pair_quality(pair, matcher, resizing)):
+                if not pair.problem:
+                    qualities = pair_quality(pair, matcher, resizing)
+                    if not qualities:
+                        raise UserError("no cell of one image has a match in the other")
                     found.append(qualities)
             except UserError as error:
                 unusable[pair.name] = str(error)

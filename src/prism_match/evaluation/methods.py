@@ -135,14 +135,26 @@ class Plugin:
     def match_many(self, pairs: Iterable[ImagePair]) -> Iterator[Matches]:
         for pair in pairs:
             found = self.function(pair[0].rgb, pair[1].rgb)
-            points = [np.asarray(x, np.float32).reshape(-1, 2) for x in found[:2]]
-            scores = np.asarray(found[2], np.float32).ravel() if len(found) > 2 else np.ones(len(points[0]))
-            if not len(points[0]) == len(points[1]) == len(scores):
-                raise UserError(
-                    f"{self.name}: gave {len(points[0])} and {len(points[1])} points, {len(scores)} scores"
-                )
+            points, scores = self._arrays(found)
             finite = np.isfinite(points[0]).all(1) & np.isfinite(points[1]).all(1)
             yield make_matches(points[0][finite], points[1][finite], scores[finite], pair)
+
+    def _arrays(self, found: Any) -> tuple[list[np.ndarray], np.ndarray]:
+        """What the function gave, as points n 2 of both images and scores n."""
+        try:
+            points = [np.asarray(x, np.float32) for x in found[:2]]
+            points = [x if x.size else x.reshape(0, 2) for x in points]
+            scores = np.asarray(found[2], np.float32).ravel() if len(found) > 2 else np.ones(len(points[0]))
+        except (TypeError, ValueError, KeyError) as error:
+            raise UserError(f"{self.name}: gave no (points0, points1, scores) ({error})") from error
+        if len(points) < 2 or any(x.ndim != 2 or x.shape[1] != 2 for x in points):
+            shapes = ", ".join(str(x.shape) for x in points)
+            raise UserError(f"{self.name}: points must be two arrays of shape (n, 2), not {shapes}")
+        if not len(points[0]) == len(points[1]) == len(scores):
+            raise UserError(
+                f"{self.name}: gave {len(points[0])} and {len(points[1])} points, {len(scores)} scores"
+            )
+        return points, scores
 
 
 def load_function(name: str) -> MatchFunction:
@@ -152,9 +164,12 @@ def load_function(name: str) -> MatchFunction:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
-        return getattr(importlib.import_module(module), function)
+        found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise UserError(f"--method {name}: cannot be imported ({error})") from error
+    if not callable(found):
+        raise UserError(f"--method {name}: is no function")
+    return found
 
 
 def hash_source(function: MatchFunction) -> str:

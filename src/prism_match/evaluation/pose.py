@@ -68,7 +68,7 @@ def check_ransac(ransac: Backend, threshold: float | None, usual: dict[Backend, 
         raise UserError(f"the back end must be one of {', '.join(usual)}, not {ransac!r}")
     if ransac == "poselib":
         import_poselib()
-    if threshold is not None and threshold <= 0:
+    if threshold is not None and not 0 < threshold < float("inf"):
         raise UserError(f"the RANSAC threshold must be positive, not {threshold}")
     return usual[ransac] if threshold is None else threshold
 

@@ -20,8 +20,8 @@ def read_pair_list(path: str | Path) -> list[PosePair]:
 
         image0 image1 rotation0 rotation1 K0 (9 numbers) K1 (9) T_0to1 (16)
 
-    all matrices row by row; the images lie beside the file or in `images` beside it. A line without pose
-    is a pair that cannot be used. Rotations, quarter turns, must be 0."""
+    all matrices row by row; the images lie beside the file or in `images` beside it. A line that ends before
+    the pose is a pair that cannot be used. Rotations, quarter turns, must be 0."""
     path = Path(path)
     if path.is_dir():
         lists = sorted(path.glob("*.txt"))
@@ -38,22 +38,22 @@ def read_pair_list(path: str | Path) -> list[PosePair]:
 
 def parse_pair(path: Path, line: int, words: list[str]) -> PosePair:
     try:
-        if len(words) not in (4, 38):
+        if len(words) not in (2, 4, 22, 38):
             raise ValueError(f"{len(words)} columns instead of 38")
-        if words[2:4] != ["0", "0"]:
+        if any(word != "0" for word in words[2:4]):
             raise ValueError("rotated images are not supported: turn them upright first")
         numbers = np.array(words[4:], dtype=float)
     except ValueError as error:
         raise UserError(f"{path}, line {line}: {error}") from error
     folder = path.parent / "images" if (path.parent / "images").is_dir() else path.parent
-    matrices = numbers if len(numbers) else np.full(34, np.nan)
+    matrices = np.pad(numbers, (0, 34 - len(numbers)), constant_values=np.nan)
     return PosePair(
         name=f"{words[0]}-{words[1]}",
         image0=folder / words[0],
         image1=folder / words[1],
         K0=matrices[:9].reshape(3, 3),
         K1=matrices[9:18].reshape(3, 3),
-        T_0to1=matrices[18:].reshape(4, 4) if len(numbers) else None,
+        T_0to1=matrices[18:].reshape(4, 4) if len(numbers) == 34 else None,
     )
 
 

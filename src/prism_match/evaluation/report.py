@@ -77,9 +77,11 @@ class Report:
         with atomic_path(folder / "report.md") as temporary:
             temporary.write_text(self.markdown(command), encoding="utf-8")
         written = [folder / "results.json", folder / "report.md"]
-        pictures = {"auc.png": draw_curves(self.curves)} if self.curves else {}
+        pictures = {"auc.png": draw_curves(self.curves, self.tables[0].title)} if self.curves else {}
         if self.evidence is not None:
             pictures |= draw_extremes(self.evidence)
+            for old in (*folder.glob("best_*.png"), *folder.glob("worst_*.png")):
+                old.unlink()  # of a run over more pairs
         for name, picture in pictures.items():
             write_png(folder / name, picture)
             written.append(folder / name)
@@ -158,16 +160,19 @@ def fact_cells(result: Result) -> list[str]:
 
 # ---- pictures
 
-COLOURS = [(214, 39, 40), (31, 119, 180), (44, 160, 44), (255, 127, 14), (148, 103, 189), (140, 86, 75)]
+COLOURS = [
+    (214, 39, 40), (31, 119, 180), (44, 160, 44), (255, 127, 14), (148, 103, 189), (140, 86, 75),
+    (227, 119, 194), (127, 127, 127), (188, 189, 34), (23, 190, 207), (0, 0, 0), (0, 0, 130),
+]  # fmt: skip
 GRAY = (60, 60, 60)
 SMALL = 0.4  # size of letters
 
 
-def draw_curves(results: dict[str, Result]) -> np.ndarray:
+def draw_curves(results: dict[str, Result], caption: str) -> np.ndarray:
     """h w 3, uint8: the share of pairs over their error, up to the last threshold of the AUC."""
     first = next(iter(results.values()))
     limit, (left, top, width, height) = max(first.thresholds), (60, 20, 560, 360)
-    picture = np.full((440, 640, 3), 255, np.uint8)
+    picture = np.full((456, 640, 3), 255, np.uint8)
 
     def at(error: float, share: float) -> tuple[int, int]:
         return left + round(width * error / limit), top + height - round(height * share)
@@ -178,8 +183,8 @@ def draw_curves(results: dict[str, Result]) -> np.ndarray:
     for threshold in first.thresholds:
         cv2.line(picture, at(threshold, 0), at(threshold, 1), (225, 225, 225), 1)
         viz.put_text(picture, f"{threshold:g}", (at(threshold, 0)[0] - 6, top + height + 18), GRAY, SMALL)
-    caption = f"share of pairs over their error; {describe(first)}"
-    viz.put_text(picture, caption, (left, top + height + 40), GRAY, SMALL)
+    for n, text in enumerate(("share of pairs over their error", caption)):
+        viz.put_text(picture, text, (left, top + height + 40 + 18 * n), GRAY, SMALL)
     for n, (name, result) in enumerate(results.items()):
         colour = COLOURS[n % len(COLOURS)]
         line = [at(*point) for point in recall_curve(result, limit)]
@@ -228,6 +233,7 @@ def draw_pair(pair: Pair, matches: Matches, score: Score, resizing: Resize) -> n
         points0, points1, truth, _ = in_resized_pixels(pair, matches, resizing)
         share = reprojection_errors(points0, points1, truth) / PRECISION_AT
         title = f"corner error {amount(score.error)} px"
+    title = f"{pair.name}\n{title}"
     title += f"\n{score.matches} matches, {score.inliers} inliers, precision {score.precision:.0f} %"
     images = load_image(pair.image0).rgb, load_image(pair.image1).rgb
     # Wrong ones last, so that they are not hidden.

@@ -129,7 +129,7 @@ def evaluate(
     size = {"size": resizing.side, "resize": str(resizing)}
     settings = {**size, **settings, "method_settings": method.settings}
     scores = {p.name: failed(p, missing[p.name]) for p in usable if p.name in missing}
-    journal = Journal(run.out, {"benchmark": benchmark, **settings})
+    journal = Journal(run.out, {"benchmark": benchmark, **settings}, usable)
     scores |= {k: v for k, v in journal.done.items() if k not in scores}
     left = [p for p in usable if p.name not in scores]
     clock = Clock()
@@ -286,9 +286,11 @@ class MatchStore:
 
 
 class Journal:
-    """The scores of a run, one JSON line each, so that an interrupted run goes on where it was."""
+    """The scores of a run, one JSON line each, so that an interrupted run goes on where it was. A pair whose
+    images or truth are no longer the same is not done."""
 
-    def __init__(self, folder: Path | None, settings: dict[str, Any]):
+    def __init__(self, folder: Path | None, settings: dict[str, Any], pairs: Sequence[Pair]):
+        self.keys = {pair.name: content_key(pair) for pair in pairs} if folder else {}
         self.done: dict[str, Score] = {}
         self.path = writable_folder(folder) / "pairs.jsonl" if folder else None
         self.head = json.dumps(settings, sort_keys=True)
@@ -303,14 +305,18 @@ class Journal:
             return
         for line in lines:
             try:
-                score = score_from_json(json.loads(line))
-            except (ValueError, TypeError):  # the last line may be half-written
+                values = json.loads(line)
+                key, score = values.pop("key"), score_from_json(values)
+            except (ValueError, TypeError, KeyError, AttributeError):  # the last line may be half-written
                 continue
-            self.done[score.name] = score
+            if (
+                self.keys.setdefault(score.name, key) == key
+            ):  # pairs that this run leaves out stay as they are
+                self.done[score.name] = score
 
     def __enter__(self) -> Journal:
         if self.path is not None:
-            lines = [self.head, *(json.dumps(score_to_json(s)) for s in self.done.values())]
+            lines = [self.head, *map(self._line, self.done.values())]
             with atomic_path(self.path) as temporary:
                 temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
             self.file = self.path.open("a", encoding="utf-8")
@@ -318,12 +324,24 @@ class Journal:
 
     def add(self, score: Score) -> None:
         if self.file is not None:
-            self.file.write(json.dumps(score_to_json(score)) + "\n")
+            self.file.write(self._line(score) + "\n")
             self.file.flush()
+
+    def _line(self, score: Score) -> str:
+        return json.dumps(score_to_json(score) | {"key": self.keys[score.name]})
 
     def __exit__(self, *_: object) -> None:
         if self.file is not None:
             self.file.close()
+
+
+def content_key(pair: Pair) -> str:
+    """Of all that is known about the pair, and of the sizes of its image files."""
+    known: list[Any] = [p.stat().st_size if p.is_file() else None for p in (pair.image0, pair.image1)]
+    for value in vars(pair).values():
+        plain = value.tolist() if isinstance(value, np.ndarray) else value
+        known.append(str(plain.resolve()) if isinstance(plain, Path) else plain)
+    return short_hash(known)
 
 
 def score_to_json(score: Score) -> dict[str, Any]:

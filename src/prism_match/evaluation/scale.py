@@ -34,8 +34,10 @@ BINS = {f"[{low}, {low + 1})" if low < 4 else "[4, inf)": low for low in SCALE}
 def megadepth_scale(o: Options) -> Report:
     """The AUC in each bin of scale ratios, of all pairs that have depth maps."""
     resizing, method = Resize(longer=o.size or DEFAULT_SIZE), o.make_method()
-    listed = [p for p in o.choose(read_megadepth(o.data)) if not p.problem]
+    chosen = o.choose(read_megadepth(o.data))
+    listed = [p for p in chosen if not p.problem]
     ratios, unknown = scale_ratios(listed, resizing, o.run)
+    unknown |= {p.name: p.problem for p in chosen if p.problem}
     binned = [replace(p, split=bin_of(ratios[p.name])) for p in listed if p.name in ratios]
     if not binned:
         raise UserError(f"{o.data}: no pair has depth maps of both images")

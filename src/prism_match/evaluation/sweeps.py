@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from prism_match.errors import UserError
 from prism_match.evaluation.megadepth import read_megadepth
-from prism_match.evaluation.methods import Method, Prism
+from prism_match.evaluation.methods import ImagePair, Method, Prism
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
 from prism_match.evaluation.pairs import Pair, Resize
 from prism_match.evaluation.pose import evaluate_pose
@@ -126,7 +127,23 @@ def sweep_report(
         **facts, "runs": {k: r.to_dict() for k, r in results.items()},
     }  # fmt: skip
     return Report(summary, [Table(f"{name} on {describe(first, resize)}", columns, rows)], results,
-                  notes=problems(first))  # fmt: skip
+                  notes=sweep_problems(results))  # fmt: skip
+
+
+def sweep_problems(results: dict[str, Result]) -> list[str]:
+    """What failed in each run; what could not be scored is the same in all."""
+    *_, last = results.values()
+    failed = [f"{name}: {note}" for name, r in results.items() for note in problems(replace(r, unusable={}))]
+    return [*failed, *problems(replace(last, scores=()))]
+
+
+def readable(pairs: Sequence[Pair], resizing: Resize) -> Iterator[ImagePair]:
+    """The resized images of those pairs that have both."""
+    for pair in pairs:
+        try:
+            yield load_resized(pair.image0, resizing)[0], load_resized(pair.image1, resizing)[0]
+        except UserError:  # counted and named where it is scored
+            continue
 
 
 def time_method(method: Method, pairs: Sequence[Pair], resizing: Resize) -> tuple[float, float | None]:
@@ -134,15 +151,14 @@ def time_method(method: Method, pairs: Sequence[Pair], resizing: Resize) -> tupl
     GiB, None where none is used."""
     import torch
 
-    there = [p for p in pairs if p.image0.is_file() and p.image1.is_file()][:TIMED]
-    images = [tuple(load_resized(path, resizing)[0] for path in (p.image0, p.image1)) for p in there]
+    images = list(islice(readable(pairs, resizing), TIMED))
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     seconds = []
     for pair in [images[0], *images]:  # the first one warms up
         start = time.perf_counter()
-        list(method.match_many([pair]))  # type: ignore[list-item]
+        list(method.match_many([pair]))
         if gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)

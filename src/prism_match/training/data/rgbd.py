@@ -23,6 +23,7 @@ from prism_match.training.supervision import warp_by_depth
 log = logging.getLogger(__name__)
 
 PROBE = 64  # pixels of the width at which overlap is measured
+MOST_FRAMES = 200  # of a sequence, since the number of pairs grows as the square
 COLOUR = (".jpg", ".jpeg", ".png")
 INTRINSICS = ("camera-intrinsics.txt", "intrinsic/intrinsic_color.txt", "intrinsic_color.txt")
 
@@ -35,7 +36,7 @@ class RGBDPairs(PosedPairs):
         folder: Path | str,
         device: torch.device | str = "cpu",
         overlap: tuple[float, float] = (0.1, 0.9),
-        max_frames: int = 200,
+        max_frames: int = MOST_FRAMES,
         workers: int = 8,
     ):
         """`folder`: a sequence or a folder of sequences; `max_frames` of each are used, evenly spaced."""
@@ -43,8 +44,7 @@ class RGBDPairs(PosedPairs):
         frames: list[Frame] = []
         pairs, weights = [np.empty((0, 2), np.int64)], [np.empty(0)]
         for scene in find_sequences(folder):
-            found = read_sequence(scene)
-            found = found[:: -(-len(found) // max_frames)] if found else found
+            found = spaced(read_sequence(scene), max_frames)
             scene_pairs, share = measure_overlap(found, device)
             chosen = (share >= overlap[0]) & (share <= overlap[1])
             if chosen.any():
@@ -88,6 +88,11 @@ def read_sequence(scene: Path) -> list[Frame]:
             continue
         frames.append(frame)
     return frames
+
+
+def spaced(frames: list[Frame], most: int = MOST_FRAMES) -> list[Frame]:
+    """At most `most` of them, evenly spaced."""
+    return frames[:: -(-len(frames) // most)] if frames else frames
 
 
 def _number(path: Path) -> tuple[int, str]:
