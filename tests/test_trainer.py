@@ -226,6 +226,23 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     assert [p.name for p in checkpoints(tmp_path)] == ["step-00000002"]
 
 
+def test_what_a_full_disk_has_room_for_is_saved(tmp_path, monkeypatch):
+    """Neither a checkpoint nor a picture fits; training goes on, and its weights are there in the end."""
+
+    def no_room(*args):
+        raise UserError("no space left")
+
+    monkeypatch.setattr("prism_match.training.trainer.save_checkpoint", no_room)
+    monkeypatch.setattr("prism_match.training.trainer.write_png", no_room)
+    run = trainer(tmp_path, steps=4, save_minutes=0.0, samples_minutes=0.0)
+    with pytest.raises(UserError, match="no space left"):
+        run.fit()
+    assert run.step == 4
+    weights, _ = load_weights(tmp_path / "weights.safetensors")
+    last = run.average.state_dict()
+    assert all(torch.allclose(weights[k].float(), v.float(), atol=1e-2) for k, v in last.items())
+
+
 def test_a_checkpoint_of_another_architecture_is_refused(tmp_path):
     trainer(tmp_path, steps=1).fit()
     other = trainer(tmp_path / "other", steps=1, model=MODELS["tiny"].replace(layers=3, position="absolute"))

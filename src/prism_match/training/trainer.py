@@ -263,7 +263,10 @@ class Trainer:
         if self.world.first and self.latest is not None:
             chosen = torch.linspace(0, len(self.latest) - 1, min(count, len(self.latest))).long()
             some = self.latest.map(lambda t: t[chosen.to(t.device)])
-            write_png(self.run / "samples.png", draw_predictions(self.average, some))
+            try:
+                write_png(self.run / "samples.png", draw_predictions(self.average, some))
+            except UserError as error:  # a full disk is no reason to end the run
+                log.error("%s", error)
 
     # ---- what stays of it
 
@@ -288,8 +291,10 @@ class Trainer:
             "step": self.step, "pairs": self.pairs, "elapsed": self.elapsed, "skipped": int(self.skipped),
             "model": self.config.model.to_dict(), "training": self.config.to_dict(),
         }  # fmt: skip
-        save_checkpoint(self.run, self.step, Checkpoint(tensors, state), self.config.shard_mib)
-        self.export()
+        try:
+            save_checkpoint(self.run, self.step, Checkpoint(tensors, state), self.config.shard_mib)
+        finally:  # the weights are a fraction of a checkpoint, and may fit where it does not
+            self.export()
 
     def resume(self, path: str | Path | None = None) -> None:
         """Goes on from the newest checkpoint of the run (or of `path`). A budget in minutes counts those
