@@ -1,5 +1,6 @@
 """COLMAP models in both formats, and pairs drawn from them."""
 
+import shutil
 import struct
 from pathlib import Path
 
@@ -227,6 +228,17 @@ def test_bad_collections_give_one_line(scene, tmp_path):
         write_depth(depth_path(tmp_path / "empty", name), np.zeros((HEIGHT, WIDTH), np.float32))
     with pytest.raises(ValueError, match="no two images overlap"):
         ColmapPairs(scene.root, images, tmp_path / "empty")
+
+
+def test_depth_of_another_shape_than_its_photo_is_named_and_left_out(scene, tmp_path, caplog):
+    depth = tmp_path / "depth"
+    shutil.copytree(scene.root / "depth", depth)
+    write_depth(depth_path(depth, scene.names[0]), np.ones((40, 40), np.float32))
+    half = read_depth(depth_path(depth, scene.names[1]))[::2, ::2]
+    write_depth(depth_path(depth, scene.names[1]), half)  # smaller, but of the same shape: good
+    source = ColmapPairs(scene.root, scene.root / "images", depth)
+    assert len(source._size) == len(scene.names) - 1
+    assert f"{scene.names[0]}.h5: depth map is 40x40, its image is {WIDTH}x{HEIGHT}" in caplog.text
 
 
 def test_rare_kinds_of_pairs_weigh_more():

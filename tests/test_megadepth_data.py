@@ -11,6 +11,8 @@ import pytest
 import torch
 from synthetic_scene import HEIGHT, WIDTH, K, make_scene
 
+from prism_match.errors import UserError
+from prism_match.training.commands import preview
 from prism_match.training.data.files import write_depth
 from prism_match.training.data.megadepth import DEPTHS, MegaDepthPairs, build_index, read_scene_info
 from prism_match.training.pairs import cell_centres
@@ -109,7 +111,22 @@ def test_when_nothing_can_be_read_it_says_so(root, index, tmp_path):
         source.sample(2, 64, torch.Generator())
 
 
-def test_a_raw_model_is_undistorted_first(root, tmp_path, monkeypatch):
+def test_a_preview_of_what_cannot_be_read_gives_one_line(index, tmp_path):
+    (tmp_path / "index").mkdir()
+    for file in index:
+        shutil.copy(file, tmp_path / "index")
+    with pytest.raises(UserError, match="hardly any pair can be read") as error:
+        preview(out=tmp_path / "out", megadepth=tmp_path, pairs=2, size=64, device="cpu")
+    assert "\n" not in str(error.value)
+
+
+def test_the_scenes_of_the_benchmark_alone_give_no_index(tmp_path):
+    (tmp_path / DEPTHS / "0015").mkdir(parents=True)
+    with pytest.raises(ValueError, match="no scenes but those of the benchmark"):
+        build_index(tmp_path, tmp_path / "index")
+
+
+def test_a_raw_model_is_undistorted_first(root, tmp_path, monkeypatch, caplog):
     scene = tmp_path / "MegaDepth_v1_SfM" / "0001"
     shutil.copytree(root / "Undistorted_SfM/0001/sparse", scene / "sparse/manhattan/0")
     shutil.copytree(root / "Undistorted_SfM/0001/images", scene / "images")
@@ -117,6 +134,20 @@ def test_a_raw_model_is_undistorted_first(root, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pycolmap", None)
     with pytest.raises(ValueError, match="no scene has both"):
         build_index(tmp_path, tmp_path / "index")
+
+    class Blind:
+        """As pycolmap is to images that it cannot read: it says so and goes on."""
+
+        @staticmethod
+        def undistort_images(out, model, images):
+            shutil.copytree(model, Path(out) / "sparse")
+            (Path(out) / "images").mkdir()
+
+    monkeypatch.setitem(sys.modules, "pycolmap", Blind)
+    with pytest.raises(ValueError, match="no scene has both"):
+        build_index(tmp_path, tmp_path / "index")
+    assert "no image could be undistorted" in caplog.text
+    assert not list((tmp_path / "Undistorted_SfM").glob("*"))
 
     class Undistorter:
         @staticmethod

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -225,6 +226,23 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     assert [p.name for p in checkpoints(tmp_path)] == ["step-00000002"]
 
 
+def test_what_a_full_disk_has_room_for_is_saved(tmp_path, monkeypatch):
+    """Neither a checkpoint nor a picture fits; training goes on, and its weights are there in the end."""
+
+    def no_room(*args):
+        raise UserError("no space left")
+
+    monkeypatch.setattr("prism_match.training.trainer.save_checkpoint", no_room)
+    monkeypatch.setattr("prism_match.training.trainer.write_png", no_room)
+    run = trainer(tmp_path, steps=4, save_minutes=0.0, samples_minutes=0.0)
+    with pytest.raises(UserError, match="no space left"):
+        run.fit()
+    assert run.step == 4
+    weights, _ = load_weights(tmp_path / "weights.safetensors")
+    last = run.average.state_dict()
+    assert all(torch.allclose(weights[k].float(), v.float(), atol=1e-2) for k, v in last.items())
+
+
 def test_a_checkpoint_of_another_architecture_is_refused(tmp_path):
     trainer(tmp_path, steps=1).fit()
     other = trainer(tmp_path / "other", steps=1, model=MODELS["tiny"].replace(layers=3, position="absolute"))
@@ -310,11 +328,37 @@ def test_settings_come_from_a_file(tmp_path):
     config = load_train_config(file)
     assert (config.lr, config.steps, config.model.layers, config.loss.deep) == (1e-3, 10, 2, 0.25)
     assert config.phases[1] == Phase(0.5, 96, 4) and config.warmup == PRESETS["quick"].warmup
-    for bad in ("lrr = 1", "phases = [[0.5, 64, 8]]", "[model]\nlayers = 0", "= 3"):
-        file.write_text(bad)
-        with pytest.raises(UserError) as error:
-            load_train_config(file)
-        assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("lrr = 1", "lrr"),
+        ("phases = [[0.5, 64, 8]]", "begin at 0"),
+        ("phases = [[0, 64]]", r"\[start, size, batch\]"),
+        ("phases = 3", "phases"),
+        ("[model]\nlayers = 0", "layers"),
+        ("[loss]\nrefine = 0", "refine must be at least 1"),
+        ("[loss]\ndepp = 1", "depp"),
+        ("loss = 3", "loss"),
+        ("= 3", "line 1"),
+        ('preset = "fast"', "preset is one of paper"),
+        ('lr = "high"', "lr must be of type float"),
+        ("lr = nan", "lr must be positive"),
+        ("minutes = inf", "minutes must be positive"),
+        ("shard_mib = 0", "shard_mib"),
+        ('bf16 = "no"', "bf16 must be of type bool"),
+        ("accumulate = 1.5", "accumulate must be of type int"),
+        ("warmup = -1", "warmup must be at least 0"),
+        ('save_minutes = "x"', "save_minutes"),
+    ],
+)
+def test_mistakes_in_a_file_give_one_line(tmp_path, text, reason):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=reason) as error:
+        load_train_config(file)
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
 
 
 # ---- the command
@@ -366,6 +410,14 @@ def test_the_command_previews(tmp_path, photos):
     assert (tmp_path / "p" / "photos.png").stat().st_size > 100
 
 
+def test_settings_of_a_checkpoint_that_make_no_sense_give_one_line(tmp_path):
+    trainer(tmp_path / "run", steps=1).fit()
+    state = next((tmp_path / "run").glob("step-*/state.json"))
+    state.write_text(state.read_text().replace('"lr"', '"rate"'))
+    result = prism("train", "--resume", "--photos", tmp_path, "--out", tmp_path / "run")
+    assert isinstance(result.exception, UserError) and "unknown settings: rate" in str(result.exception)
+
+
 @pytest.mark.parametrize(
     "arguments, reason",
     [
@@ -378,6 +430,8 @@ def test_the_command_previews(tmp_path, photos):
         (["--photos", "{photos}", "--mix", "photos=x"], "--mix photos=x"),
         (["--photos", "{photos}", "--mix", "rgbd=1"], "rgbd"),
         (["--photos", "{photos}", "--size", "100"], "multiple of 32"),
+        (["--photos", "{photos}", "--lr", "nan"], "lr must be positive"),
+        (["--photos", "{photos}", "--shard-mib", "0"], "shard_mib must be at least 0.5"),
         (["--photos", "{photos}", "--preset", "missing.toml"], "missing.toml"),
         (["--photos", "{photos}", "--resume"], "no checkpoint"),
         (["--photos", "{photos}", "--init", "missing"], "missing: no such weights"),
@@ -392,6 +446,33 @@ def test_mistakes_give_one_line(tmp_path, photos, arguments, reason):
     result = prism("train", "--out", tmp_path / "run", "--device", "cpu", "--steps", 1, *preset, *filled)
     assert isinstance(result.exception, UserError), result.exception
     assert reason in str(result.exception) and "\n" not in str(result.exception)
+
+
+def test_validation_spends_none_of_the_minutes(tmp_path, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("prism_match.training.trainer.time", SimpleNamespace(monotonic=clock))
+    calls = []
+
+    def validate(model):
+        calls.append(clock.now)
+        clock.now += 3600.0
+        return {}
+
+    run = trainer(tmp_path, steps=None, minutes=0.5, validate_minutes=0.1)
+    run.validate = validate
+    run.fit()
+    assert 30 <= run.elapsed < 40 and len(calls) >= 3
+    assert run.step > 10
+
+
+class Clock:
+    """A second passes whenever it is looked at."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
 
 
 def test_validation_is_written_down(tmp_path):

@@ -76,20 +76,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
-        known = {f.name: f.default for f in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - set(known))
-        if unknown:
-            raise ValueError(f"unknown settings: {', '.join(unknown)}")
-        checked: dict[str, Any] = {}
-        for name, value in values.items():
-            value = tuple(value) if isinstance(value, list) else value
-            kind = type(known[name])
-            if isinstance(value, bool) != (kind is bool) or not isinstance(
-                value, (int, float) if kind is float else kind
-            ):
-                raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r}")
-            checked[name] = value
-        return cls(**checked)
+        return cls(**checked({f.name: f.default for f in dataclasses.fields(cls)}, values))
 
 
 # The full model, then each row of the paper's ablation tables, then a small one for experiments.
@@ -104,6 +91,23 @@ PRESETS: dict[str, ModelConfig] = {
     "cosine": ModelConfig(estimator="cosine"),
     "tiny": ModelConfig(stage_dims=(16, 24, 32), coarse_dim=32, fine_dim=16, layers=2, heads=2, fine_heads=2),
 }
+
+
+def checked(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with tuples for lists. ValueError if one has no default, or is not of the default's type."""
+    unknown = sorted(set(values) - set(defaults))
+    if unknown:
+        raise ValueError(f"unknown settings: {', '.join(unknown)}")
+    good: dict[str, Any] = {}
+    for name, value in values.items():
+        value = tuple(value) if isinstance(value, list) else value
+        kind = type(defaults[name])
+        if isinstance(value, bool) != (kind is bool) or not isinstance(
+            value, (int, float) if kind is float else kind
+        ):
+            raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r}")
+        good[name] = value
+    return good
 
 
 def load_model_config(name_or_file: str | Path) -> ModelConfig:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from prism_match.cli_options import DeviceOption
 from prism_match.config import ModelConfig
 from prism_match.errors import UserError
+
+if TYPE_CHECKING:
+    from prism_match.training.config import TrainConfig
 
 data = typer.Typer(help="Prepare training data and look at it.", no_args_is_help=True)
 
@@ -65,8 +68,7 @@ def train(
     Example: prism train --photos my-photos --worlds --minutes 24 --out run
     """
     from prism_match.matcher import find_device
-    from prism_match.training.checkpoint import load_checkpoint
-    from prism_match.training.config import TrainConfig, load_train_config
+    from prism_match.training.config import load_train_config
     from prism_match.training.sources import SourceOptions, make_sources
     from prism_match.training.trainer import Trainer
     from prism_match.training.validation import pose_validation
@@ -74,7 +76,7 @@ def train(
 
     logging.basicConfig(format="%(message)s")
     if resume and preset is None:
-        config = TrainConfig.from_dict(load_checkpoint(out).state["training"])
+        config = _settings_of(out)
     else:
         config = load_train_config(preset or "quick")
     if minutes is not None or steps is not None:
@@ -128,6 +130,8 @@ def preview(
 
     if size < 32 or size % 32:
         raise UserError(f"--size must be a multiple of 32, not {size}")
+    if pairs < 1:
+        raise UserError(f"--pairs must be at least 1, not {pairs}")
     logging.basicConfig(format="%(message)s")
     where = find_device(device)
     options = SourceOptions(photos or (), worlds, colmap or (), megadepth, rgbd or ())
@@ -137,7 +141,11 @@ def preview(
         source = weighted.source
         generator = torch.Generator(getattr(source, "device", "cpu")).manual_seed(seed)
         path = folder / f"{source.name}.png"
-        write_png(path, draw(source.sample(pairs, size, generator)))
+        try:
+            batch = source.sample(pairs, size, generator)
+        except (ValueError, OSError) as error:
+            raise UserError(str(error)) from error
+        write_png(path, draw(batch))
         print(path)
 
 
@@ -181,6 +189,17 @@ def megadepth(
     except ValueError as error:
         raise UserError(str(error)) from error
     print(f"{len(written)} scenes in {out or root / 'index'}")
+
+
+def _settings_of(run: Path) -> TrainConfig:
+    from prism_match.training.checkpoint import load_checkpoint
+    from prism_match.training.config import TrainConfig
+
+    settings = load_checkpoint(run).state["training"]
+    try:
+        return TrainConfig.from_dict(settings)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{run}: its settings cannot be read ({error}); give --preset") from error
 
 
 def _given(**options: object) -> dict[str, object]:

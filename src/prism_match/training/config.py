@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prism_match.config import PRESETS as MODEL_PRESETS
-from prism_match.config import ModelConfig, parse_toml, preset_or_file
+from prism_match.config import ModelConfig, checked, parse_toml, preset_or_file
 from prism_match.errors import UserError
 from prism_match.training.step import LossConfig
 
@@ -62,12 +63,15 @@ class TrainConfig:
                 raise ValueError(f"size must be a multiple of 32, not {phase.size}")
             if phase.batch < 1:
                 raise ValueError(f"batch must be at least 1, not {phase.batch}")
-        for name in ("lr", "clip", "accumulate", "log_every"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        for name in ("steps", "minutes"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        for name in ("lr", "clip", "accumulate", "log_every", "steps", "minutes"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive, not {value}")
+        for name in ("final_lr", "warmup", "weight_decay", "prune_from"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+        if self.shard_mib is not None and not 0.5 <= self.shard_mib < math.inf:
+            raise ValueError(f"shard_mib must be at least 0.5, not {self.shard_mib}")
         if not 0 <= self.ema < 1:
             raise ValueError(f"ema must be at least 0 and below 1, not {self.ema}")
 
@@ -123,22 +127,32 @@ def load_train_config(name_or_file: str | Path) -> TrainConfig:
         return path
     try:
         values = parse_toml(path.read_text(encoding="utf-8"))
-        base = PRESETS[values.pop("preset", "paper")]
-        return merged(base, values)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        preset = values.pop("preset", "paper")
+        if preset not in PRESETS:
+            raise ValueError(f"preset is one of {', '.join(PRESETS)}, not {preset!r}")
+        return merged(PRESETS[preset], values)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from error
 
 
 def merged(base: TrainConfig, values: dict[str, Any]) -> TrainConfig:
-    known = {f.name for f in dataclasses.fields(TrainConfig)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ValueError(f"unknown settings: {', '.join(unknown)}")
-    changes = dict(values)
+    """`base` with the values of a TOML file or of `to_dict`. ValueError, in one line, if one is wrong."""
+    # Settings that need not be there, and those that are tables in a file, by values of their types.
+    defaults = {**vars(base), "steps": 1, "minutes": 1.0, "shard_mib": 1.0, "model": {}, "loss": {}}
+    given = checked(defaults, {k: v for k, v in values.items() if v is not None})
+    changes = {**values, **given}
     if "model" in changes:
         changes["model"] = ModelConfig.from_dict({**base.model.to_dict(), **changes["model"]})
     if "loss" in changes:
-        changes["loss"] = dataclasses.replace(base.loss, **changes["loss"])
+        changes["loss"] = dataclasses.replace(base.loss, **checked(vars(base.loss), changes["loss"]))
     if "phases" in changes:
-        changes["phases"] = tuple(Phase(float(s), int(size), int(b)) for s, size, b in changes["phases"])
+        changes["phases"] = tuple(_phase(p) for p in changes["phases"])
     return dataclasses.replace(base, **changes)
+
+
+def _phase(values: Any) -> Phase:
+    try:
+        start, size, batch = values
+        return Phase(float(start), int(size), int(batch))
+    except (ValueError, TypeError):
+        raise ValueError(f"a phase is [start, size, batch], not {values!r}") from None

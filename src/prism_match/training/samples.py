@@ -11,6 +11,7 @@ from prism_match.training.pairs import PairBatch
 from prism_match.viz import put_text
 
 GOOD = 3.0  # pixels: a match no farther from the truth is drawn in green
+SHOWN = 256  # pixels: smaller images are shown larger, so that lines and words can be read
 GREEN, RED, GRAY, YELLOW = (80, 220, 80), (240, 60, 60), (150, 150, 150), (255, 255, 0)
 
 
@@ -48,14 +49,18 @@ def _draw(
     unknown: np.ndarray,
     lines: int,
 ) -> np.ndarray:
+    grow = max(round(SHOWN / left.shape[1]), 1)
     canvas = cv2.cvtColor(np.hstack([left, right]), cv2.COLOR_GRAY2RGB)
+    canvas = cv2.resize(canvas, None, fx=grow, fy=grow, interpolation=cv2.INTER_CUBIC)
     chosen = np.linspace(0, len(p0) - 1, min(lines, len(p0))).astype(int)
     kind = np.where(unknown, 0, np.where(good, 1, 2))
     for i in chosen[np.argsort(kind[chosen], kind="stable")]:  # the wrong ones last, on top
-        start = tuple(int(round(float(v))) for v in p0[i])
-        end = (int(round(float(p1[i, 0]))) + left.shape[1], int(round(float(p1[i, 1]))))
+        ends = np.array([p0[i], p1[i] + (left.shape[1], 0)])
+        start, end = ((ends + 0.5) * grow - 0.5).round().astype(int).tolist()
         cv2.line(canvas, start, end, (GRAY, GREEN, RED)[kind[i]], 1, cv2.LINE_AA)
     known = good[~unknown]
-    share = f"{known.mean():.0%} of {len(known)} right" if len(known) else "none of known truth"
-    put_text(canvas, f"{len(p0)} matches, {share}", (4, 14), YELLOW, scale=0.4)
+    text = f"{len(p0)} matches"
+    if len(p0):
+        text += f", {known.mean():.0%} of {len(known)} right" if len(known) else ", none of known truth"
+    put_text(canvas, text, (4, 14), YELLOW, scale=0.4)
     return canvas

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,11 @@ class LossConfig:
     deep: float = 0.0  # weight of the matching loss after every MPM but the last (deep supervision)
     heat: float = 0.0  # weight of the cross-entropy of the refinement's heat maps
     fewest: int = 1  # a pair with fewer true matches than this weighs less, in proportion
+
+    def __post_init__(self) -> None:
+        for name, least in (("refine", 1), ("fewest", 1), ("deep", 0), ("heat", 0)):
+            if not least <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

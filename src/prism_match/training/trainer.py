@@ -75,7 +75,8 @@ class Trainer:
 
         self.step = 0  # updates done
         self.pairs = 0  # pairs seen, in all processes
-        self.elapsed = 0.0  # seconds, over all resumptions
+        self.elapsed = 0.0  # seconds, over all resumptions, without those of validation
+        self.started = 0.0  # when the clock would have begun if training had never stood still
         self.stopping = ""  # the signal that asked for an end
         self.skipped = torch.zeros((), device=self.device)  # updates without a finite gradient
         self.skipped_running = torch.zeros((), device=self.device)  # of these, the latest in a row
@@ -100,7 +101,7 @@ class Trainer:
 
     def fit(self) -> dict[str, Any]:
         """Trains until the budget is spent or a signal asks for an end; returns the last metrics."""
-        started = time.monotonic() - self.elapsed
+        self.started = time.monotonic() - self.elapsed
         timers = dict.fromkeys(("save", "samples", "validate"), self.elapsed)
         ordered = self.step
         feed = Feed(self.mixer)
@@ -108,7 +109,9 @@ class Trainer:
         with self._signals(), fast_arithmetic(self.device):
             try:
                 while True:
-                    self.elapsed, stop = self.world.agree([time.monotonic() - started, bool(self.stopping)])
+                    self.elapsed, stop = self.world.agree(
+                        [time.monotonic() - self.started, bool(self.stopping)]
+                    )
                     if self.world.any(bool(stop or self.stopping)) or self.progress(self.step) >= 1:
                         break
                     while feed.wanting:
@@ -248,9 +251,11 @@ class Trainer:
                 jobs[name]()
 
     def run_validation(self) -> None:
-        """Scores of the averaged weights, by whatever the caller measures."""
+        """Scores of the averaged weights, by whatever the caller measures. The clock stands still."""
         if self.validate is not None and self.world.first:
+            before = time.monotonic()
             self.validation = self.validate(self.average)
+            self.started += time.monotonic() - before
             self._write({"step": self.step, "seconds": round(self.elapsed, 2), **self.validation})
 
     def draw_samples(self, count: int = 4) -> None:
@@ -258,7 +263,10 @@ class Trainer:
         if self.world.first and self.latest is not None:
             chosen = torch.linspace(0, len(self.latest) - 1, min(count, len(self.latest))).long()
             some = self.latest.map(lambda t: t[chosen.to(t.device)])
-            write_png(self.run / "samples.png", draw_predictions(self.average, some))
+            try:
+                write_png(self.run / "samples.png", draw_predictions(self.average, some))
+            except UserError as error:  # a full disk is no reason to end the run
+                log.error("%s", error)
 
     # ---- what stays of it
 
@@ -283,8 +291,10 @@ class Trainer:
             "step": self.step, "pairs": self.pairs, "elapsed": self.elapsed, "skipped": int(self.skipped),
             "model": self.config.model.to_dict(), "training": self.config.to_dict(),
         }  # fmt: skip
-        save_checkpoint(self.run, self.step, Checkpoint(tensors, state), self.config.shard_mib)
-        self.export()
+        try:
+            save_checkpoint(self.run, self.step, Checkpoint(tensors, state), self.config.shard_mib)
+        finally:  # the weights are a fraction of a checkpoint, and may fit where it does not
+            self.export()
 
     def resume(self, path: str | Path | None = None) -> None:
         """Goes on from the newest checkpoint of the run (or of `path`). A budget in minutes counts those

@@ -14,7 +14,7 @@ from prism_match import colmap_model
 from prism_match.colmap_model import Model, View
 from prism_match.training.data.files import read_depth, read_gray
 from prism_match.training.data.photometric import augment
-from prism_match.training.data.posed import OVERLAP_BINS, scale_intrinsics, spread_weights
+from prism_match.training.data.posed import OVERLAP_BINS, require_fit, scale_intrinsics, spread_weights
 from prism_match.training.pairs import CELL, PairBatch, cell_centres
 from prism_match.training.supervision import Warp, depth_at, warp_by_depth
 
@@ -107,7 +107,9 @@ class ColmapPairs:
             try:
                 if not np.isfinite(view.T).all():
                     raise ValueError(f"{image_dir / view.name}: its pose is not finite")
-                photo, depth = load_photo(view, image_dir), read_depth(depth_path(depth_dir, view.name))
+                path = depth_path(depth_dir, view.name)
+                photo, depth = load_photo(view, image_dir), read_depth(path)
+                require_fit(path, depth, photo)
             except ValueError as e:
                 log.warning("skipped: %s", e)
                 continue

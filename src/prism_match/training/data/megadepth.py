@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -104,6 +105,8 @@ def build_index(
     root, out = Path(root), Path(out)
     folders = sorted(p.name for p in (root / DEPTHS).glob("*") if p.is_dir())
     scenes = [name for name in folders if name not in TEST_SCENES]
+    if folders and not scenes:
+        raise ValueError(f"{root / DEPTHS}: no scenes but those of the benchmark, which are not trained on")
     if not scenes:
         raise ValueError(f"{root / DEPTHS}: no scenes here; unpack MegaDepth v1 into {root}")
     written = []
@@ -194,12 +197,18 @@ def _undistort(model: Path, images: Path, out: Path) -> None:
     except ImportError:
         raise ValueError(f"{model} has lens distortion; to undistort it: pip install pycolmap") from None
     partial = out.with_name(f".{out.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was interrupted
     try:
+        partial.mkdir(parents=True)
         pycolmap.undistort_images(str(partial), str(model), str(images))
+        # Images that pycolmap cannot read are no error to it.
+        if not any(p.is_file() for p in (partial / "images").rglob("*")):
+            raise ValueError(f"no image could be undistorted; are they in {images}?")
+        os.replace(partial, out)
     except (RuntimeError, ValueError, OSError) as e:
         raise ValueError(f"{model}: undistortion failed ({e})") from e
-    os.replace(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _save(path: Path, info: dict) -> Path:

@@ -72,11 +72,8 @@ def load_frame(frame: Frame, size: int, same_size: bool) -> Loaded:
     With `same_size`, depth has to have the size of the image; otherwise the same shape will do.
     """
     image, depth = read_gray(frame.image), read_depth(frame.depth)
+    require_fit(frame.depth, depth, image, same_size)
     h, w = image.shape
-    same_shape = abs(depth.shape[1] / depth.shape[0] * h / w - 1) < 0.02
-    if depth.shape != image.shape and (same_size or not same_shape):
-        sizes = f"{depth.shape[1]}x{depth.shape[0]}, its image is {w}x{h}"
-        raise ValueError(f"{frame.depth}: depth map is {sizes}")
     scale = size / max(h, w)
     w2, h2 = max(round(w * scale), 1), max(round(h * scale), 1)
     shrink = cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR
@@ -88,6 +85,14 @@ def load_frame(frame: Frame, size: int, same_size: bool) -> Loaded:
         frame.T,
         (w2, h2),
     )
+
+
+def require_fit(path: Path, depth: np.ndarray, image: np.ndarray, same_size: bool = False) -> None:
+    """Raises ValueError with one line when a depth map has not the shape (or size) of its image."""
+    (h, w), (rows, columns) = image.shape, depth.shape
+    same_shape = abs(columns / rows * h / w - 1) < 0.02
+    if depth.shape != image.shape and (same_size or not same_shape):
+        raise ValueError(f"{path}: depth map is {columns}x{rows}, its image is {w}x{h}")
 
 
 def resize_depth(depth: np.ndarray, width: int, height: int) -> np.ndarray:
