@@ -68,11 +68,16 @@ def test_nothing_moves_far_or_without_a_reason(photo: np.ndarray) -> None:
     assert torch.equal(polish(flat, image, points, points), points)
 
 
-def test_few_matches_stay_as_they_are(photo: np.ndarray) -> None:
-    image = torch.from_numpy(gray(photo))
+def test_few_matches_are_polished_as_if_nothing_was_turned(photo: np.ndarray) -> None:
+    image = gray(photo)
+    affine = np.array([[1, 0, 2.4], [0, 1, -1.3]])
+    other, points, truth, guess = moved_and_disturbed(image, affine, noise=0.6)
+    middle = (points - torch.tensor([220.0, 150.0])).norm(dim=1).argsort()  # a face
     for n in (0, 1, FEWEST - 1):
-        points = torch.full((n, 2), 30.0)
-        assert torch.equal(polish(image, image, points, points), points)
+        chosen = middle[:n]
+        found = polish(torch.from_numpy(image), torch.from_numpy(other), points[chosen], guess[chosen])
+        assert found.shape == (n, 2)
+        assert n == 0 or (found - truth[chosen]).norm(dim=1).median() < 0.15
 
 
 def test_many_at_once_equal_parts(photo: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +110,10 @@ def test_neighbours_that_agree_tell_the_affine_map() -> None:
     points = torch.rand(50, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 100
     affine = torch.tensor([[1.2, 0.3], [-0.2, 0.9]], dtype=torch.float64)
     assert torch.allclose(local_affine(points, points @ affine.mT + 3), affine.expand(50, 2, 2))
+    few = points[: FEWEST - 1]
+    assert torch.equal(local_affine(few, few * 2), torch.eye(2, dtype=torch.float64).expand(len(few), 2, 2))
+    noise = torch.rand(2, 300, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 100
+    assert (local_affine(*noise) == torch.eye(2)).all(2).all(1).float().mean() > 0.9
 
 
 def test_the_matcher_polishes_unless_told_not_to(photo: np.ndarray) -> None:

@@ -14,7 +14,6 @@ from prism_match.pipelines.store import PairMatches
 from prism_match.pipelines.tracks import (
     TrackOptions,
     load_tracks,
-    local_affine,
     merge_points,
     one_to_one,
     save_tracks,
@@ -159,18 +158,6 @@ def test_keypoints_move_to_where_their_matches_hold():
     errors = np.concatenate(errors)
     # Without moving them the median is 0.49 pixels.
     assert len(errors) > 800 and np.median(errors) < 0.05
-
-
-def test_local_affine_is_the_true_one():
-    pairs, maps = turned_views(1)
-    found = local_affine(pairs["0", "1"].keypoints0, pairs["0", "1"].keypoints1)
-    truth = maps["1"][:, :2] @ np.linalg.inv(maps["0"][:, :2])
-    np.testing.assert_allclose(found, np.broadcast_to(truth, found.shape), atol=1e-3)
-    # Too few, or nothing but noise: no telling.
-    few = pairs["0", "1"].keypoints0[:5]
-    np.testing.assert_array_equal(local_affine(few, few * 2), np.broadcast_to(np.eye(2), (5, 2, 2)))
-    noise = np.random.default_rng(0).uniform(0, 100, (2, 300, 2)).astype(np.float32)
-    assert np.mean(np.all(local_affine(*noise) == np.eye(2), axis=(1, 2))) > 0.9
 
 
 def test_scales_and_limits():

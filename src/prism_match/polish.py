@@ -22,8 +22,8 @@ ALIKE = 0.7  # least correlation of windows that are taken to show the same
 FLAT = 0.01  # least deviation of the brightness (of 1) in a window
 DAMPING = 3e-3  # on the normal equations: along an edge nothing is known
 LONGEST = 0.7  # pixels, of one step
-NEIGHBOURS = 12  # that tell how image 1 is stretched and turned against image 0
-FEWEST = NEIGHBOURS + 1  # matches that it takes
+NEIGHBOURS = 12  # matches that tell how image 1 is stretched and turned against image 0
+FEWEST = NEIGHBOURS + 1
 AT_ONCE = 2048  # matches
 
 
@@ -31,7 +31,7 @@ AT_ONCE = 2048  # matches
 def polish(gray0: Tensor, gray1: Tensor, points0: Tensor, points1: Tensor) -> Tensor:
     """gray0: h0 w0 and gray1: h1 w1, in [0, 1]; points0 and points1: n 2, pixels (x, y), the centre of the
     first at (0, 0). Returns points1 (n 2), moved."""
-    if len(points0) < FEWEST:
+    if not len(points0):
         return points1
     stretch = local_affine(points0, points1)
     first, second = blur(gray0), blur(gray1)
@@ -70,7 +70,10 @@ def _climb(first: Tensor, second: Tensor, points0: Tensor, points1: Tensor, stre
 
 def local_affine(points0: Tensor, points1: Tensor) -> Tensor:
     """n 2 2: how the offsets of each point's neighbours in image 0 become their offsets in image 1, by least
-    squares; the identity where the neighbours do not agree."""
+    squares; the identity where there are too few or they do not agree."""
+    identity = torch.eye(2, device=points0.device, dtype=points0.dtype)
+    if len(points0) < FEWEST:
+        return identity.expand(len(points0), 2, 2)
     rows = []
     for part in torch.arange(len(points0), device=points0.device).split(AT_ONCE):
         distance = torch.cdist(points0[part], points0)
@@ -82,7 +85,7 @@ def local_affine(points0: Tensor, points1: Tensor) -> Tensor:
         error = (d1 - d0 @ affine.mT).norm(dim=2).mean(1)
         turned = affine[:, 0, 0] * affine[:, 1, 1] - affine[:, 0, 1] * affine[:, 1, 0]
         sound = (error < 0.2 * d0.norm(dim=2).mean(1)) & (turned > 1 / 16) & (turned < 16)
-        rows.append(torch.where(sound[:, None, None], affine, torch.eye(2, device=affine.device)))
+        rows.append(torch.where(sound[:, None, None], affine, identity))
     return torch.cat(rows)
 
 

@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-import cv2
 import h5py
 import numpy as np
+import torch
 
 from prism_match.errors import UserError
 from prism_match.files import atomic_path
 from prism_match.pipelines.store import Names, PairMatches, pair_key
+from prism_match.polish import local_affine
 
-NEIGHBOURS = 8  # matches around one that tell how the images are stretched against each other
-SMOOTH = 0.25  # how far, as a share of their distance, those may be from agreeing
 ANCHOR = 0.05  # weight, in scores, of where a keypoint was at first: a track as a whole must not wander
 ROUNDS = 30
 
@@ -207,7 +206,8 @@ class LocalMatches:
 
     @staticmethod
     def of(matches: PairMatches, rows: np.ndarray) -> LocalMatches:
-        jacobian = local_affine(matches.keypoints0, matches.keypoints1)[rows]
+        points0, points1 = (torch.from_numpy(p).double() for p in (matches.keypoints0, matches.keypoints1))
+        jacobian = local_affine(points0, points1).numpy()[rows]
         return LocalMatches(matches.keypoints0[rows], matches.keypoints1[rows], jacobian)
 
     def errors(self, xy0: np.ndarray, xy1: np.ndarray) -> np.ndarray:
@@ -248,28 +248,6 @@ def refine_positions(
         xy = 0.5 * xy + 0.5 * pull / total[:, None]  # half of the way: all at once would swing
     moved = np.split(xy.astype(np.float32), starts[1:-1])
     return {name: Keypoints(m, k.scores) for (name, k), m in zip(keypoints.items(), moved, strict=True)}
-
-
-def local_affine(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
-    """n 2 2: how the offsets of each point's neighbours in image 0 become their offsets in image 1; the
-    identity where there is no telling."""
-    identity = np.broadcast_to(np.eye(2), (len(points0), 2, 2))
-    if len(points0) <= NEIGHBOURS:
-        return identity
-    a, b = (np.ascontiguousarray(p, np.float32) for p in (points0, points1))
-    _, nearest = cv2.batchDistance(a, a, cv2.CV_32F, K=NEIGHBOURS + 1)
-    d0, d1 = (p[nearest[:, 1:]].astype(np.float64) - p[:, None] for p in (a, b))
-    normal = np.einsum("nki,nkj->nij", d0, d0) + 1e-6 * np.eye(2)
-    jacobian = np.linalg.solve(normal, np.einsum("nki,nkj->nij", d0, d1)).transpose(0, 2, 1)
-    error = np.linalg.norm(d1 - np.einsum("nij,nkj->nki", jacobian, d0), axis=2).mean(axis=1)
-    stretch = np.linalg.svd(jacobian, compute_uv=False)
-    # Neighbours on another surface, or wrong ones, do not tell how this one is seen.
-    sound = (
-        (error < SMOOTH * np.linalg.norm(d0, axis=2).mean(axis=1))
-        & (stretch[:, 1] > 0.25)
-        & (stretch[:, 0] < 4)
-    )
-    return np.where((sound & (np.linalg.det(jacobian) > 0))[:, None, None], jacobian, identity)
 
 
 def save_tracks(path: Path, shared: SharedKeypoints, colours: dict[str, np.ndarray] | None = None) -> None:
