@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prism_match.errors import UserError
@@ -85,6 +85,7 @@ def test_points_on_two_sides_of_a_border_are_one():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(-1, 6), st.integers(-1, 6), st.integers(1, 50)), max_size=40))
+@example([(0, 0, 1), (0, 1, 1), (1, 0, 2), (2, 2, 1)])
 def test_one_to_one_is_greedy(rows):
     table = np.array(rows, dtype=np.int64).reshape(-1, 3)
     found = table[one_to_one(table[:, 0], table[:, 1], table[:, 2] / 50)]

@@ -16,7 +16,7 @@ from torch import Tensor
 RADIUS = 7  # of the window, in pixels
 WINDOW_STD = 4.2  # pixels: of the weights that make the middle of the window count most
 BLUR_STD = 0.5  # pixels: of the images, so that their gradients are good for a step of half a pixel
-ROUNDS = 3
+ROUNDS = 4
 FARTHEST = 2.0  # pixels that a match may move
 ALIKE = 0.7  # least correlation of windows that are taken to show the same
 FLAT = 0.01  # least deviation of the brightness (of 1) in a window

@@ -191,7 +191,7 @@ def one_to_one(index0: np.ndarray, index1: np.ndarray, scores: np.ndarray) -> np
         taken.append(left[best])
         free = ~(np.isin(ends[0], ends[0][best]) | np.isin(ends[1], ends[1][best]))
         left = left[free]
-    chosen = np.concatenate(taken) if taken else left
+    chosen = np.sort(np.concatenate(taken)) if taken else left  # equals in the order they came in
     return chosen[np.argsort(-scores[chosen], kind="stable")]
 
 
