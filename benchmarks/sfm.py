@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from prism_match.errors import UserError
-from prism_match.evaluation.posed import camera_matrices
+from prism_match.evaluation.posed import read_cameras
 from prism_match.evaluation.report import Table
 from prism_match.files import writable_folder, write_json
-from prism_match.geometry import align_similarity, rotation_angle
+from prism_match.geometry import align_similarity, camera_centres, rotation_angle
 from prism_match.pipelines import colmap
 from prism_match.pipelines.sfm import Stages
 
@@ -90,7 +90,7 @@ def build_prism(scene: Path, out: Path, args: argparse.Namespace, more: list[str
 def build_sift(scene: Path, out: Path, args: argparse.Namespace, more: list[str]) -> dict[str, Any]:
     database = out / "database.db"
     database.unlink(missing_ok=True)
-    k, _ = next(iter(read_cameras(scene).values()))
+    k, _ = next(iter(read_cameras(scene / "cameras.txt").values()))
     params = [k[0, 0], k[1, 1], k[0, 2] + 0.5, k[1, 2] + 0.5]
     camera = {"model": "PINHOLE", "params": params}
     colmap.run(
@@ -105,15 +105,8 @@ def build_sift(scene: Path, out: Path, args: argparse.Namespace, more: list[str]
     return result["models"][0]
 
 
-def read_cameras(scene: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Intrinsics 3 3 and pose 4 4 (world to camera) by image."""
-    lines = (scene / "cameras.txt").read_text(encoding="utf-8").splitlines()
-    rows = [line.split() for line in lines if line.strip() and not line.startswith("#")]
-    return {row[0]: camera_matrices(np.array(row[1:], dtype=float)) for row in rows}
-
-
 def score(scene: Path, model: dict[str, Any]) -> dict[str, Any]:
-    truth = {name: pose for name, (_, pose) in read_cameras(scene).items()}
+    truth = {name: pose for name, (_, pose) in read_cameras(scene / "cameras.txt").items()}
     found = {name: np.array(image["pose"]) for name, image in model["images"].items()}
     centres, rotations = pose_errors(found, truth)
     return {
@@ -134,15 +127,11 @@ def pose_errors(found: dict[str, np.ndarray], truth: dict[str, np.ndarray]) -> t
     """Of cameras (world to camera, 3 4 or 4 4) after the centres are aligned by a similarity: distances of
     the centres, in units of the truth, and degrees between the rotations."""
     names = sorted(found)
-    centres = np.stack([centre(found[n]) for n in names]), np.stack([centre(truth[n]) for n in names])
+    centres = [np.stack([camera_centres(poses[n]) for n in names]) for poses in (found, truth)]
     scale, rotation, translation = align_similarity(*centres)
     distances = np.linalg.norm(scale * centres[0] @ rotation.T + translation - centres[1], axis=1)
     angles = [rotation_angle(found[n][:3, :3] @ rotation.T, truth[n][:3, :3]) for n in names]
     return distances, np.array(angles)
-
-
-def centre(pose: np.ndarray) -> np.ndarray:
-    return -pose[:3, :3].T @ pose[:3, 3]
 
 
 def make_table(rows: list[dict[str, Any]]) -> Table:

@@ -17,6 +17,7 @@ import numpy as np
 
 from prism_match.cameras import CAMERA_MODELS, Camera, parse_camera
 from prism_match.errors import UserError
+from prism_match.geometry import camera_centres
 
 Parsed = TypeVar("Parsed")
 BINARY_MODELS = tuple(CAMERA_MODELS)  # COLMAP's ids from 0
@@ -47,7 +48,7 @@ class View:
 
     @property
     def centre(self) -> np.ndarray:
-        return -self.T[:3, :3].T @ self.T[:3, 3]
+        return camera_centres(self.T)
 
     def depth_of(self, xyz: np.ndarray) -> np.ndarray:
         """n: depth along the optical axis of world points n 3."""

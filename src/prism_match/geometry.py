@@ -236,6 +236,11 @@ def symmetric_epipolar_error(x0: np.ndarray, x1: np.ndarray, e: np.ndarray) -> n
     return product * (1 / norm0 + 1 / norm1)
 
 
+def camera_centres(poses: np.ndarray) -> np.ndarray:
+    """... 3 4 or ... 4 4, world to camera -> ... 3, where the cameras are in the world."""
+    return -np.einsum("...ji,...j->...i", poses[..., :3, :3], poses[..., :3, 3])
+
+
 def rotation_angle(a: np.ndarray, b: np.ndarray) -> float:
     """Degrees between two rotations. From sine and cosine: poses in files are rounded, and the arc cosine
     alone makes degrees of that."""

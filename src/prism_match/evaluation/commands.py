@@ -113,8 +113,8 @@ def evaluate(
     """
     from prism_match.evaluation.benchmarks import BENCHMARKS
     from prism_match.evaluation.options import Options
-    from prism_match.evaluation.runner import Run, write_json
-    from prism_match.files import writable_folder
+    from prism_match.evaluation.runner import Run
+    from prism_match.files import writable_folder, write_json
 
     if not data.exists():
         raise UserError(f"{data}: no such file or folder")

@@ -31,7 +31,7 @@ from prism_match.evaluation.posed import image_size, read_cameras, read_scene
 from prism_match.evaluation.report import Report, Table, shorten
 from prism_match.evaluation.runner import Clock, Run, match_all, progress_bar
 from prism_match.evaluation.triangulate import PosedCamera, triangulate_map
-from prism_match.geometry import rotation_angle
+from prism_match.geometry import camera_centres, rotation_angle
 from prism_match.matches import Matches
 from prism_match.pipelines.localize import Localized, Query, localize, read_poses, read_retrieval
 from prism_match.pipelines.maps import DepthMap, Map, SfmMap, without
@@ -134,8 +134,7 @@ def rank_photos(scene: Scene, o: Options, top: int) -> dict[str, list[str]]:
 def compare(scene: str, found: Localized, truth: np.ndarray) -> Outcome:
     if found.T is None:
         return Outcome(scene, found, float("inf"), float("inf"))
-    centres = [-T[:3, :3].T @ T[:3, 3] for T in (found.T, truth)]
-    distance = float(np.linalg.norm(centres[0] - centres[1]))
+    distance = float(np.linalg.norm(camera_centres(found.T) - camera_centres(truth)))
     return Outcome(scene, found, distance, rotation_angle(found.T[:3, :3], truth[:3, :3]))
 
 

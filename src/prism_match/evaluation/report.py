@@ -17,8 +17,8 @@ from prism_match.evaluation.metrics import EPIPOLAR_THRESHOLD, epipolar_errors
 from prism_match.evaluation.pairs import HomographyPair, Pair, PosePair, Resize
 from prism_match.evaluation.pose import points_in_frames
 from prism_match.evaluation.published import PUBLISHED
-from prism_match.evaluation.runner import Clock, Result, Score, match_all, write_json
-from prism_match.files import atomic_path, writable_folder
+from prism_match.evaluation.runner import Clock, Result, Score, match_all
+from prism_match.files import atomic_path, writable_folder, write_json
 from prism_match.images import load_image, write_png
 from prism_match.matches import Matches
 

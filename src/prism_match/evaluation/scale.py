@@ -26,7 +26,8 @@ from prism_match.evaluation.report import (
     fact_columns,
     problems,
 )
-from prism_match.evaluation.runner import Run, progress_bar, write_json
+from prism_match.evaluation.runner import Run, progress_bar
+from prism_match.files import write_json
 
 BINS = {f"[{low}, {low + 1})" if low < 4 else "[4, inf)": low for low in SCALE}
 

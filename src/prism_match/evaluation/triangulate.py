@@ -10,6 +10,7 @@ import numpy as np
 from prism_match.cameras import Camera
 from prism_match.colmap_model import Model, View
 from prism_match.evaluation.metrics import epipolar_errors
+from prism_match.geometry import camera_centres
 
 LEAST_ANGLE = 1.5  # degrees between two of a point's rays
 MAX_ERROR = 2.0  # pixels
@@ -131,8 +132,7 @@ def _errors(xyz: np.ndarray, T: np.ndarray, rays: np.ndarray) -> np.ndarray:
 
 def _wide_enough(track: np.ndarray, count: int, xyz: np.ndarray, T: np.ndarray) -> np.ndarray:
     """count, bool: whether the rays to a point spread by LEAST_ANGLE, as their mean direction tells."""
-    centre = -np.einsum("nji,nj->ni", T[:, :3, :3], T[:, :3, 3])
-    ray = xyz[track] - centre
+    ray = xyz[track] - camera_centres(T)
     ray /= np.maximum(np.linalg.norm(ray, axis=1, keepdims=True), 1e-12)
     total = np.zeros((count, 3))
     np.add.at(total, track, ray)

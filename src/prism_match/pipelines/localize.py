@@ -15,6 +15,7 @@ import numpy as np
 from prism_match.cameras import Camera
 from prism_match.colmap_model import quaternion_of, rotation_of
 from prism_match.errors import UserError
+from prism_match.evaluation.pairs import scale_points
 from prism_match.files import atomic_path
 from prism_match.matches import Matches
 from prism_match.pipelines.maps import Map
@@ -111,11 +112,10 @@ def to_camera_pixels(points: np.ndarray, size: tuple[int, int], camera: Camera, 
     """n 2 in pixels of a file of `size` -> those of its camera: the same photo may be kept smaller."""
     if size == (camera.width, camera.height):
         return points.astype(float)
-    scale = np.array([camera.width / size[0], camera.height / size[1]])
-    if abs(scale[0] / scale[1] - 1) > 0.02:
+    if abs(camera.width / size[0] / (camera.height / size[1]) - 1) > 0.02:
         wanted = f"{camera.width}x{camera.height}"
         raise UserError(f"{name}: the photo is {size[0]}x{size[1]}, its camera is for {wanted}")
-    return (points + 0.5) * scale - 0.5
+    return scale_points(points, size, (camera.width, camera.height))
 
 
 def transport(source: np.ndarray, target: np.ndarray, rows: np.ndarray, offset: np.ndarray) -> np.ndarray:

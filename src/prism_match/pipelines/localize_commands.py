@@ -91,8 +91,8 @@ def localize_command(
     from prism_match.cli import make_matcher
     from prism_match.evaluation.methods import Prism
     from prism_match.evaluation.pairs import Resize
-    from prism_match.evaluation.runner import Clock, write_json
-    from prism_match.files import writable_folder
+    from prism_match.evaluation.runner import Clock
+    from prism_match.files import writable_folder, write_json
     from prism_match.pipelines.localize import Localized, Query, localize, with_fallback, write_poses
     from prism_match.pipelines.pnp import choose_backend
     from prism_match.pipelines.query_matching import match_queries, retrieve

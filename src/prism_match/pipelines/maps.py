@@ -19,6 +19,7 @@ import numpy as np
 from prism_match.cameras import Camera, pinhole
 from prism_match.colmap_model import Model, View
 from prism_match.errors import UserError
+from prism_match.pipelines.tracks import one_to_one
 
 if TYPE_CHECKING:
     from prism_match.training.data.posed import Frame
@@ -95,12 +96,7 @@ def snap(
     i, j, distance = _within(pixels, targets, radius)
     order = np.lexsort((j, -scores[i], distance))
     i, j = i[order], j[order]
-    taken_i, taken_j = np.zeros(len(pixels), bool), np.zeros(len(targets), bool)
-    kept = []
-    for n, (a, b) in enumerate(zip(i.tolist(), j.tolist(), strict=True)):
-        if not (taken_i[a] or taken_j[b]):
-            taken_i[a] = taken_j[b] = True
-            kept.append(n)
+    kept = one_to_one(i, j, -distance[order])
     return i[kept], j[kept]
 
 

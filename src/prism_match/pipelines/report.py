@@ -10,6 +10,7 @@ import numpy as np
 
 from prism_match import viz
 from prism_match.files import atomic_path
+from prism_match.geometry import camera_centres
 from prism_match.images import write_png
 
 BLACK, GRAY, RED, BLUE = (0, 0, 0), (120, 120, 120), (200, 30, 30), (30, 60, 200)
@@ -125,11 +126,6 @@ def draw_top_view(xyz: np.ndarray, rgb: np.ndarray, poses: np.ndarray, side: int
         picture, f"{len(xyz)} points, {len(poses)} cameras (red), from above", (14, side - 14), BLACK
     )
     return picture
-
-
-def camera_centres(poses: np.ndarray) -> np.ndarray:
-    """c 3 4, world to camera -> c 3."""
-    return -np.einsum("cji,cj->ci", poses[:, :, :3], poses[:, :, 3])
 
 
 def extent(points: np.ndarray, cameras: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
