@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prism_match.config import PRESETS, ModelConfig
-from prism_match.model import matching, prism
+from prism_match.model import backbone, matching, prism
 from prism_match.model.attention import SADPA, LinearAttention
 from prism_match.model.backbone import ResNetFPN
 from prism_match.model.position import RotaryEncoding, absolute_encoding
@@ -45,6 +46,52 @@ def test_backbone_shapes_and_parameters() -> None:
     assert coarse.shape == (1, 256, 8, 12)
     assert fine.shape == (1, 128, 32, 48)
     assert 22e6 < sum(p.numel() for p in PRISM().parameters()) < 24e6
+
+
+def odd_backbones() -> tuple[ResNetFPN, ResNetFPN]:
+    """The same weights twice: with channels added up to a multiple of 16, and as the settings say."""
+    wide = ResNetFPN((16, 20, 32), 32, 16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backbone, "LANES", 1)
+        plain = ResNetFPN((16, 20, 32), 32, 16)
+    plain.load_state_dict(wide.state_dict())
+    return wide, plain
+
+
+def test_added_channels_change_nothing_and_are_not_stored() -> None:
+    wide, plain = odd_backbones()
+    assert wide.stage4[1].conv1[0].weight.shape == (32, 32, 3, 3)
+    assert {k: v.shape for k, v in wide.state_dict().items()} == {
+        k: v.shape for k, v in plain.state_dict().items()
+    }
+    image = torch.rand(2, 1, 64, 96)
+    for train in (True, False):
+        for ours, theirs in zip(wide.train(train)(image), plain.train(train)(image), strict=True):
+            assert_close(ours, theirs)
+    twin = copy.deepcopy(wide)
+    twin.load_state_dict(plain.state_dict())
+    assert_close(twin(image)[1], wide(image)[1])
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        wide.load_state_dict(ResNetFPN((16, 24, 32), 32, 16).state_dict())
+
+
+def test_added_channels_stay_zero_in_training() -> None:
+    wide, plain = odd_backbones()
+    for net in (wide, plain):
+        optimizer = torch.optim.AdamW(net.train().parameters(), lr=1e-3, weight_decay=0.1)
+        torch.manual_seed(0)
+        for _ in range(3):
+            coarse, fine = net(torch.rand(2, 1, 32, 32))
+            optimizer.zero_grad()
+            (coarse.square().mean() + (fine - 1).square().mean()).backward()
+            optimizer.step()
+    for name, tensor in plain.state_dict().items():
+        assert_close(wide.state_dict()[name], tensor, 1e-4)
+    kept = {k: v.numel() for k, v in plain.state_dict().items()}
+    for name, tensor in (*wide.named_parameters(), *wide.named_buffers()):
+        inside = wide.state_dict()[name]
+        assert inside.numel() == kept[name]
+        assert inside.abs().double().sum().item() == pytest.approx(tensor.abs().double().sum().item())
 
 
 @pytest.mark.parametrize("size", [(64, 96), (50, 77), (33, 40)])

@@ -252,6 +252,8 @@ def info(
     from prism_match.weights import build_model, weights_info
 
     known = weights_info(file or weights, parse_config(model_config))
+    model = build_model(known)
+    stored = model.state_dict()  # without the channels that are there for speed alone
     device = find_device("auto")
     result: dict[str, Any] = {
         "version": __version__,
@@ -260,7 +262,7 @@ def info(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "weights": str(known.path) if known.path else "none (random, untrained)",
         "sha256": known.sha256,
-        "parameters": sum(p.numel() for p in build_model(known).parameters()),
+        "parameters": sum(stored[name].numel() for name, _ in model.named_parameters()),
         "training": known.training or None,
         "config": known.config.to_dict(),
     }

@@ -4,19 +4,38 @@ Images of unequal size are padded to be batched, and padding must not change wha
 things take care of that: wherever a 3x3 convolution would read the padding, it reads zeros, exactly
 as it does beyond the border of an image that was not padded; and up-sampling averages over pixels
 that exist. Both cost nothing when there is no padding (`valid` is None).
+
+GPUs want the channels of a map in multiples of `LANES`, and the paper's 196 are not. So maps have as many as
+the next multiple, and those beyond the paper's are zero. They stay zero in training, since neither they nor their
+weights ever get a gradient, and `state_dict` leaves them out.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+LANES = 16
+
 
 class ResNetFPN(nn.Module):
     def __init__(self, stage_dims: tuple[int, int, int], coarse_dim: int, fine_dim: int):
         super().__init__()
-        d2, d4, d8 = stage_dims
+        self._add_layers(*stage_dims, coarse_dim, fine_dim)
+        initial = self.state_dict()
+        self.paper_shapes = {name: tensor.shape for name, tensor in initial.items()}
+        with torch.device("meta"):  # neither memory nor random numbers: the initial weights come back below
+            d2, d4, d8 = (-(-dim // LANES) * LANES for dim in stage_dims)
+            self._add_layers(d2, d4, d8, coarse_dim, fine_dim)
+        self.to_empty(device=initial["coarse.weight"].device)
+        self.register_state_dict_post_hook(_trim)
+        self.register_load_state_dict_pre_hook(_pad)
+        self.load_state_dict(initial)
+
+    def _add_layers(self, d2: int, d4: int, d8: int, coarse_dim: int, fine_dim: int) -> None:
         self.stem = ConvNorm(1, d2, kernel=7, stride=2)
         self.stage2 = nn.ModuleList([ResidualBlock(d2, d2), ResidualBlock(d2, d2)])
         self.stage4 = nn.ModuleList([ResidualBlock(d2, d4, stride=2), ResidualBlock(d4, d4)])
@@ -48,6 +67,22 @@ class ResNetFPN(nn.Module):
         y4 = self.smooth4(masked(self.lateral4(x4) + upsample(coarse, v8), v4), v4)
         y2 = self.smooth2(masked(self.lateral2(x2) + upsample(y4, v4), v2), v2)
         return coarse, y2
+
+
+def _trim(module: ResNetFPN, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Leaves the channels that are always zero out of the state."""
+    for name, shape in module.paper_shapes.items():
+        state[prefix + name] = state[prefix + name][tuple(slice(n) for n in shape)]
+
+
+def _pad(module: ResNetFPN, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Undoes `_trim`. Tensors of any other shape are left for `load_state_dict` to complain about."""
+    wide = dict([*module.named_parameters(), *module.named_buffers()])
+    for name, shape in module.paper_shapes.items():
+        tensor = state.get(prefix + name)
+        if tensor is not None and tensor.shape == shape != wide[name].shape:
+            state[prefix + name] = torch.zeros_like(wide[name], dtype=tensor.dtype, device=tensor.device)
+            state[prefix + name][tuple(slice(n) for n in shape)] = tensor
 
 
 def masked(x: Tensor, valid: Tensor | None) -> Tensor:
