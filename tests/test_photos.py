@@ -19,9 +19,11 @@ from prism_match.training.data.photos import (
     PhotoPairs,
     PhotoStore,
     _mip_maps,
+    draw_mosaic,
     inverse,
     product,
     random_views,
+    render,
     warp_cells,
 )
 from prism_match.training.data.preview import preview
@@ -158,6 +160,23 @@ def test_images_agree_where_visible(store: PhotoStore) -> None:
     difference = (at0 - at1)[batch.visible0].abs()
     assert difference.median() < 0.02 and difference.quantile(0.95) < 0.12
     assert (at0 - at1.roll(1, 0))[batch.visible0].abs().median() > 3 * difference.median()
+
+
+def test_a_mosaic_shows_its_photos_side_by_side(store: PhotoStore) -> None:
+    size, side = 128, 2
+    whole = torch.tensor([[1 / size, 0, 0.5 / size], [0, 1 / size, 0.5 / size], [0, 0, 1]]).view(1, 3, 3)
+    mosaic = torch.tensor([[side, 1, 3]])
+    image = render(store, whole, torch.tensor([4]), torch.tensor([0]), mosaic, no_patches(1, size), size)
+    small = F.avg_pool2d(smooth_photos()[:, None] / 255.0, 2)[:, 0]
+    want = torch.cat([torch.cat([small[4], small[5]], 1), torch.cat([small[1], small[2]], 1)])
+    assert (image[0, 0] - want).abs().max() < 0.02
+
+
+def test_large_views_show_more_photos() -> None:
+    store = PhotoStore(smooth_photos())
+    sides = [draw_mosaic(Draw(generator()), 500, size, store)[:, 0].float() for size in (32, 128, 256)]
+    assert sides[0].max() == 1 and sides[1].max() == 3 and sides[2].max() == 5
+    assert all(s.min() == 1 for s in sides)
 
 
 def test_patches_hide_cells_of_both_views() -> None:

@@ -98,7 +98,7 @@ class TrainConfig:
 PRESETS: dict[str, TrainConfig] = {
     "paper": TrainConfig(),
     "quick": TrainConfig(
-        loss=LossConfig(refine=128, deep=0.5, heat=0.25, fewest=16),
+        loss=LossConfig(refine=128, deep=0.5, heat=1.0, rough=0.1, fewest=16),
         minutes=24.0,
         phases=(Phase(0.0, 256, 64), Phase(0.35, 320, 48), Phase(0.8, 480, 24)),
         prune_from=1.0,

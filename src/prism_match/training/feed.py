@@ -52,7 +52,7 @@ def shares(weights: Sequence[float], batch: int, rng: random.Random) -> list[int
 
 
 def concatenate(batches: Sequence[PairBatch]) -> PairBatch:
-    """One batch of several of the same image size. Masks appear where any of them has some."""
+    """One batch of several of the same image size. What one of them has and another has not is filled in."""
     if len(batches) == 1:
         return batches[0]
     joined: dict[str, Tensor | None] = {}
@@ -69,7 +69,9 @@ def _joined(name: str, batches: Sequence[PairBatch]) -> Tensor | None:
         return None
     filled = []
     for value, batch in zip(values, batches, strict=True):
-        if value is None:
+        if value is None and name == "rough":
+            value = torch.zeros(len(batch), dtype=torch.bool, device=batch.image0.device)
+        elif value is None:
             step = CELL if name.startswith("unknown") else 1
             image = batch.image0[:, 0] if name.endswith("0") else batch.image1[:, 0]
             value = torch.full_like(image[:, ::step, ::step], name.startswith("mask"), dtype=torch.bool)

@@ -61,10 +61,12 @@ def _without(s: Tensor, keep: Tensor | None, dim: int) -> Tensor:
     return s if keep is None else s.masked_fill(~keep.flatten(1).unsqueeze(3 - dim), -torch.inf)
 
 
-def _pair_mean(value: Tensor, weight: Tensor, fewest: int = 1) -> Tensor:
-    """Mean of `value` (b n) where `weight` (b n, bool) is set, 0 where it never is; then the mean over b."""
-    total = torch.where(weight, value, torch.zeros_like(value)).sum(dim=1)
-    return (total / weight.sum(dim=1).clamp(min=fewest)).mean()
+def _pair_mean(value: Tensor, chosen: Tensor, fewest: int = 1, weight: Tensor | None = None) -> Tensor:
+    """Mean of `value` (b n) where `chosen` (b n, bool) is set, 0 where it never is; then the mean over b of
+    these times `weight` (b)."""
+    total = torch.where(chosen, value, torch.zeros_like(value)).sum(dim=1)
+    each = total / chosen.sum(dim=1).clamp(min=fewest)
+    return (each if weight is None else each * weight).mean()
 
 
 def pruning_loss(layers: Sequence[LayerState], truth: CoarseTruth) -> Tensor:
@@ -93,10 +95,14 @@ class Sampled:
     cell1: Tensor  # b*k
     target: Tensor  # b k 2: the true offset from the centre of cell 1, pixels
     usable: Tensor  # b k, bool: a true match whose target the window can reach
+    weight: Tensor  # b: of the pair
 
 
-def sample_matches(truth: CoarseTruth, keys: Tensor, count: int, reach: float) -> Sampled:
-    """The matches that refinement trains on: those with the largest random `keys` (b n0, in [0, 1))."""
+def sample_matches(
+    truth: CoarseTruth, keys: Tensor, count: int, reach: float, weight: Tensor | None = None
+) -> Sampled:
+    """The matches that refinement trains on: those with the largest random `keys` (b n0, in [0, 1)). `weight`
+    (b): of each pair; None = 1."""
     b, n = truth.match0.shape
     near = truth.offset0.abs().amax(dim=-1) <= reach
     order = torch.where((truth.match0 >= 0) & near, keys + 1, keys)
@@ -104,7 +110,8 @@ def sample_matches(truth: CoarseTruth, keys: Tensor, count: int, reach: float) -
     cell1 = truth.match0.gather(1, cell0).clamp(min=0)
     batch = torch.arange(b, device=keys.device)[:, None].expand_as(cell0)
     target = truth.offset0.gather(1, cell0[..., None].expand(-1, -1, 2))
-    return Sampled(batch.flatten(), cell0.flatten(), cell1.flatten(), target, top >= 1)
+    weight = torch.ones(b, device=keys.device) if weight is None else weight
+    return Sampled(batch.flatten(), cell0.flatten(), cell1.flatten(), target, top >= 1, weight)
 
 
 def refinement_loss(offset: Tensor, std: Tensor, sampled: Sampled, reach: float, fewest: int = 1) -> Tensor:
@@ -118,7 +125,7 @@ def refinement_loss(offset: Tensor, std: Tensor, sampled: Sampled, reach: float,
     certainty = torch.where(sampled.usable, 1 / std.detach().view(b, k).clamp(min=1e-3), 0.0)
     count = sampled.usable.sum(dim=1, keepdim=True).clamp(min=1)
     weight = certainty / (certainty.sum(dim=1, keepdim=True) / count).clamp(min=1e-6)
-    return _pair_mean(square * weight, sampled.usable, fewest)
+    return _pair_mean(square * weight, sampled.usable, fewest, sampled.weight)
 
 
 def heat_loss(log_heat: Tensor, sampled: Sampled, fewest: int = 1) -> Tensor:
@@ -131,7 +138,8 @@ def heat_loss(log_heat: Tensor, sampled: Sampled, fewest: int = 1) -> Tensor:
     x, y = (sampled.target.flatten(0, 1) / FINE_PIXEL).unbind(-1)  # b*k, in pixels of the heat map
     along_x, along_y = ((1 - (steps - t[:, None]).abs()).clamp(min=0) for t in (x, y))  # b*k w
     target = along_y[:, :, None] * along_x[:, None, :]
-    return _pair_mean(-(target * log_heat).sum(dim=(1, 2)).view(b, k), sampled.usable, fewest)
+    entropy = -(target * log_heat).sum(dim=(1, 2)).view(b, k)
+    return _pair_mean(entropy, sampled.usable, fewest, sampled.weight)
 
 
 @torch.no_grad()

@@ -38,6 +38,8 @@ class PairBatch:
     # Cells about which nothing is known (no depth there): neither matchable nor unmatchable.
     unknown0: Tensor | None = None  # b h/8 w/8, bool
     unknown1: Tensor | None = None  # b h/8 w/8, bool
+    # Pairs whose truth is good for cells but not for fractions of a pixel (depth out of photos).
+    rough: Tensor | None = None  # b, bool; None = all exact
     names: tuple[str, ...] = ()  # one per pair, for error messages and pictures
 
     def __len__(self) -> int:

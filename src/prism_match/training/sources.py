@@ -28,7 +28,7 @@ class SourceOptions:
     megadepth: Path | None = None  # root of the data set, with index/ made by `prism data megadepth`
     rgbd: Sequence[Path] = ()  # sequences or folders of them
     mix: str = ""
-    compile: bool = False  # compile what renders the worlds
+    compile: bool = False  # compile what renders photos and worlds
     photo_size: int = 448
 
 
@@ -58,7 +58,7 @@ def _open(options: SourceOptions, device: torch.device) -> dict[str, list[PairSo
 
         require(options.photos)
         store = PhotoStore.load(options.photos, options.photo_size).to(device)
-        kinds["photos"] = [PhotoPairs(store, device)]
+        kinds["photos"] = [PhotoPairs(store, device, compile=options.compile)]
         if options.worlds:
             from prism_match.training.data.worlds.source import Worlds
 

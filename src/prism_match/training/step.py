@@ -32,10 +32,13 @@ class LossConfig:
     refine: int = 128  # true matches of each pair that train the refinement
     deep: float = 0.0  # weight of the matching loss after every MPM but the last (deep supervision)
     heat: float = 0.0  # weight of the cross-entropy of the refinement's heat maps
+    rough: float = (
+        1.0  # weight in the refinement's losses of pairs whose truth is not exact (`PairBatch.rough`)
+    )
     fewest: int = 1  # a pair with fewer true matches than this weighs less, in proportion
 
     def __post_init__(self) -> None:
-        for name, least in (("refine", 1), ("fewest", 1), ("deep", 0), ("heat", 0)):
+        for name, least in (("refine", 1), ("fewest", 1), ("deep", 0), ("heat", 0), ("rough", 0)):
             if not least <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
 
@@ -73,7 +76,8 @@ class TrainingStep(nn.Module):
             padded = batch.mask0 is not None or batch.mask1 is not None
             mask0, mask1 = (a.valid, b.valid) if prune or padded else (None, None)
             layers = self.model.transform(a, b, mask0, mask1, protect, prune)
-            sampled = sample_matches(truth, work.keys, self.config.refine, self.reach)
+            weight = None if batch.rough is None else torch.where(batch.rough, self.config.rough, 1.0)
+            sampled = sample_matches(truth, work.keys, self.config.refine, self.reach, weight)
             match = (sampled.batch, sampled.cell0, sampled.cell1)
             last = layers[-1]
             log_heat = self.model.refinement(a.fine, b.fine, last.coarse0, last.coarse1, match)

@@ -240,6 +240,7 @@ class ColmapPairs:
             there.points.view(*cells, 2), there.visible.view(cells),
             back.points.view(*cells, 2), back.visible.view(cells),
             unknown0=~there.known.view(cells), unknown1=~back.known.view(cells),
+            rough=torch.ones(batch, dtype=torch.bool, device=self.device),
             names=(self.name,) * batch,
         )  # fmt: skip
 

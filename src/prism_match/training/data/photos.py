@@ -2,7 +2,9 @@
 
 Both views are warped from the photo, so that both carry the blur of resampling. What lies outside the photo
 is filled with another photo, and patches of another photo are pasted into one view only: content with no
-match, marked as such, which is what teaches pruning.
+match, marked as such, which is what teaches pruning. The larger the views, the more photos side by side stand for
+the one: a photo of 448 pixels alone would be magnified to a blur in them, and sub-pixel refinement needs
+sharp images to learn from.
 """
 
 from __future__ import annotations
@@ -217,10 +219,12 @@ class PhotoPairs:
         max_scale: float = 4.0,
         photometric: bool = True,
         strangers: float = 0.06,
+        compile: bool = False,
     ):
         """`strangers`: share of pairs whose views are of different photos, so that pruning learns that two
-        images may have nothing in common."""
+        images may have nothing in common. `compile` fuses the rendering into one kernel."""
         self.store, self.device = store.to(device), torch.device(device)
+        self._render = torch.compile(render, dynamic=False) if compile else render
         self.max_scale, self.photometric, self.strangers = max_scale, photometric, strangers
 
     @torch.no_grad()
@@ -228,12 +232,15 @@ class PhotoPairs:
         draw = Draw(generator)
         to_photo = self._choose_views(draw, batch, size)  # b 2 3 3: pixels of each view -> photo in [0, 1]
         photo = draw.integer(self.store.count, batch, 4)  # the photo, a distractor for each view, a stranger
+        mosaic = draw_mosaic(draw, batch, size, self.store)
         stranger = draw.chance(self.strangers, batch)
         shown = photo[:, 0], torch.where(stranger, photo[:, 3], photo[:, 0])
         patches = [Patches(draw, batch, size) for _ in range(2)]
         images, truth, flat = [], [], []
         for i, j in ((0, 1), (1, 0)):
-            image = self._render(to_photo[:, i], shown[i], photo[:, 1 + i], patches[i], size)
+            image = self._render(
+                self.store, to_photo[:, i], shown[i], photo[:, 1 + i], mosaic, patches[i], size
+            )
             flat.append(flat_cells(image))
             images.append(augment(image, generator) if self.photometric else image)
             warp, visible = warp_cells(to_photo[:, i], to_photo[:, j], patches[i], patches[j], size)
@@ -252,21 +259,41 @@ class PhotoPairs:
         best = torch.where(overlap > 0.12, order, overlap).argmax(1)
         return drawn.view(b, CANDIDATES, 2, 3, 3)[torch.arange(b, device=self.device), best]
 
-    def _render(self, to_photo: Tensor, photo: Tensor, other: Tensor, patches: Patches, size: int) -> Tensor:
-        """b 1 size size: the view, `other` where it leaves the photo and in the patches."""
-        b = len(photo)
-        x, y = (t.reshape(1, -1) for t in subpixels(size, self.device))
-        u, v, w = transform(to_photo, x, y)
-        inside = (u > 0) & (u < 1) & (v > 0) & (v < 1) & ~patches.covers(x, y)
-        # Photo pixels under a sub-pixel, from the homography's Jacobian: |det H| / w^3 is the change of area.
-        det = (to_photo[:, 0] * torch.linalg.cross(to_photo[:, 1], to_photo[:, 2])).sum(-1)
-        area = det.abs().view(b, 1) / w.abs().clamp(min=1e-6) ** 3 * (self.store.size / 2) ** 2
-        level = spread_levels(0.5 * torch.log2(area.clamp(min=1e-6)).view(b, 4, -1)).view(b, -1)
-        # Distractors keep the scale of the view: the same coordinates, mirrored into the other photo.
-        u, v = (t - 2 * torch.round(t / 2) for t in (u, v))
-        index = torch.where(inside, photo.view(b, 1), other.view(b, 1))
-        value = self.store.sample(index, u.abs(), v.abs(), level)
-        return value.view(b, 4, size, size).mean(1, keepdim=True)
+
+def draw_mosaic(draw: Draw, b: int, size: int, store: PhotoStore) -> Tensor:
+    """b 3, int64: how many photos along each side stand for one, and how far apart in the store neighbours
+    along x and along y are."""
+    most = 0.5 + size / (store.size / 2)  # texels for twice the pixels, since near views show only a part
+    side = 1 + draw.uniform(0, most, b, 1).long()
+    return torch.cat([side, draw.integer(store.count, b, 2)], 1)
+
+
+def render(
+    store: PhotoStore,
+    to_photo: Tensor,
+    photo: Tensor,
+    other: Tensor,
+    mosaic: Tensor,
+    patches: Patches,
+    size: int,
+) -> Tensor:
+    """b 1 size size: the view of `photo` (b) and those beside it in the mosaic (b 3) by `to_photo` (b 3 3);
+    `other` (b) where it leaves the photo and in the patches."""
+    b = len(photo)
+    x, y = (t.reshape(1, -1) for t in subpixels(size, to_photo.device))
+    u, v, w = transform(to_photo, x, y)
+    inside = (u > 0) & (u < 1) & (v > 0) & (v < 1) & ~patches.covers(x, y)
+    side, right, down = mosaic.unsqueeze(-1).unbind(1)  # b 1 each
+    # Photo pixels under a sub-pixel, from the homography's Jacobian: |det H| / w^3 is the change of area.
+    det = (to_photo[:, 0] * torch.linalg.cross(to_photo[:, 1], to_photo[:, 2])).sum(-1)
+    area = det.abs().view(b, 1) / w.abs().clamp(min=1e-6) ** 3 * (side * (store.size / 2)) ** 2
+    level = spread_levels(0.5 * torch.log2(area.clamp(min=1e-6)).view(b, 4, -1)).view(b, -1)
+    # Distractors keep the scale of the view: the same coordinates, mirrored into the other photo.
+    u, v = ((t - 2 * torch.round(t / 2)).abs() * side for t in (u, v))
+    column, row = (t.long().minimum(side - 1) for t in (u, v))
+    index = torch.where(inside, photo.view(b, 1), other.view(b, 1)) + column * right + row * down
+    value = store.sample(index % store.count, u - column, v - row, level)
+    return value.view(b, 4, size, size).mean(1, keepdim=True)
 
 
 class Patches:
