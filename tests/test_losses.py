@@ -159,8 +159,9 @@ def test_refinement_loss_is_weighted_by_certainty(generator):
     k = 5
     target = torch.rand(B, k, 2, generator=generator) * 6 - 3
     usable = torch.tensor([[1, 1, 1, 0, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]]).bool()
+    weight = torch.tensor([1.0, 0.1, 1.0])
     index = torch.zeros(B * k, dtype=torch.int64)
-    sampled = Sampled(index, index, index, target, usable)
+    sampled = Sampled(index, index, index, target, usable, weight)
     offset = torch.rand(B * k, 2, generator=generator) * 6 - 3
     std = torch.rand(B * k, generator=generator) + 0.1
     expected, errors = 0.0, []
@@ -171,7 +172,7 @@ def test_refinement_loss_is_weighted_by_certainty(generator):
             distance = float((offset[b * k + i].double() - target[b, i].double()).norm())
             errors.append(distance)
             mean = sum(inverse.values()) / len(rows)
-            expected += inverse[i] / mean * (distance / 4) ** 2 / len(rows) / B
+            expected += float(weight[b]) * inverse[i] / mean * (distance / 4) ** 2 / len(rows) / B
     assert refinement_loss(offset, std, sampled, reach=4.0).item() == pytest.approx(expected, rel=1e-5)
     median = sorted(errors)[(len(errors) - 1) // 2]
     assert refinement_error(offset, sampled).item() == pytest.approx(median, rel=1e-5)
@@ -181,8 +182,9 @@ def test_heat_loss_asks_for_the_true_point_between_pixels(generator):
     target = torch.rand(B, 2, 2, generator=generator) * 8 - 4  # pixels; a pixel of the heat map is two
     target[0, 0] = 0.0
     usable = torch.tensor([[1, 1], [0, 1], [0, 0]]).bool()
+    weight = torch.tensor([0.3, 1.0, 1.0])
     index = torch.zeros(2 * B, dtype=torch.int64)
-    sampled = Sampled(index, index, index, target, usable)
+    sampled = Sampled(index, index, index, target, usable, weight)
     log_heat = torch.randn(2 * B, 5, 5, generator=generator).flatten(1).log_softmax(1).view(-1, 5, 5)
     ideal, expected = torch.zeros(2 * B, 5, 5), 0.0
     for n, (x, y) in enumerate((target.view(-1, 2) / 2 + 2).tolist()):
@@ -191,7 +193,7 @@ def test_heat_loss_asks_for_the_true_point_between_pixels(generator):
                 ideal[n, row, column] = max(0.0, 1 - abs(column - x)) * max(0.0, 1 - abs(row - y))
         b = n // 2
         if usable[b, n % 2]:
-            expected -= float((ideal[n] * log_heat[n]).sum()) / int(usable[b].sum()) / B
+            expected -= float(weight[b] * (ideal[n] * log_heat[n]).sum()) / int(usable[b].sum()) / B
     assert heat_loss(log_heat, sampled).item() == pytest.approx(expected, rel=1e-5)
     best = ideal.clamp(min=1e-12).log()
     assert torch.allclose(expectation(best)[0], target.view(-1, 2), atol=1e-4)
@@ -200,7 +202,9 @@ def test_heat_loss_asks_for_the_true_point_between_pixels(generator):
 
 def test_no_gradient_flows_into_the_certainty(generator):
     index = torch.zeros(4, dtype=torch.int64)
-    sampled = Sampled(index, index, index, torch.zeros(1, 4, 2), torch.ones(1, 4, dtype=torch.bool))
+    sampled = Sampled(
+        index, index, index, torch.zeros(1, 4, 2), torch.ones(1, 4, dtype=torch.bool), torch.ones(1)
+    )
     offset, std = torch.ones(4, 2, requires_grad=True), torch.ones(4, requires_grad=True)
     refinement_loss(offset, std, sampled, 4.0).backward()
     assert offset.grad.abs().sum() > 0 and std.grad is None
