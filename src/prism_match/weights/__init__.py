@@ -17,7 +17,7 @@ from prism_match.weights.hub import locate
 from prism_match.weights.store import read_header, read_weights
 
 SHIPPED = Path(__file__).parent / "prism.safetensors"
-SHIPPED_SHA256 = "24d6d5b2fbdd241830c988fcdaaf47337acc78d2f4b6e609595d7fe5db5158a2"
+SHIPPED_SHA256 = "d92cda2d08c01b9b63d10e760cb9bfddf592c9ad1e840b4a3750adcade416d0e"
 
 
 @dataclass(frozen=True)
