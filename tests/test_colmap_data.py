@@ -173,7 +173,7 @@ def check_batch(batch: PairBatch, size: int) -> None:
     assert batch.mask0 is None and batch.mask1 is None
     assert not (batch.visible0 & batch.unknown0).any() and not (batch.visible1 & batch.unknown1).any()
     assert batch.image0.min() >= 0 and batch.image0.max() <= 1
-    assert len(batch.names) == b
+    assert len(batch.names) == b and batch.rough.tolist() == [True] * b
 
 
 def test_warps_are_consistent_there_and_back(pairs):

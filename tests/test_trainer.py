@@ -511,7 +511,9 @@ def test_batches_with_and_without_masks_are_joined():
     generator = torch.Generator().manual_seed(0)
     plain = ShiftedTextures().sample(2, 64, generator)
     mask, unknown = torch.zeros(2, 64, 64, dtype=torch.bool), torch.ones(2, 8, 8, dtype=torch.bool)
-    joined = concatenate([plain, replace(plain, mask1=mask, unknown0=unknown)])
+    rough = torch.tensor([True, False])
+    joined = concatenate([plain, replace(plain, mask1=mask, unknown0=unknown, rough=rough)])
+    assert joined.rough.tolist() == [False, False, True, False]
     assert len(joined) == 4 and joined.mask0 is None and joined.unknown1 is None
     assert joined.mask1[:2].all() and not joined.mask1[2:].any()
     assert not joined.unknown0[:2].any() and joined.unknown0[2:].all()

@@ -6,8 +6,8 @@ as it does beyond the border of an image that was not padded; and up-sampling av
 that exist. Both cost nothing when there is no padding (`valid` is None).
 
 GPUs want the channels of a map in multiples of `LANES`, and the paper's 196 are not. So maps have as many as
-the next multiple, and those beyond the paper's are zero. They stay zero in training, since neither they nor their
-weights ever get a gradient, and `state_dict` leaves them out.
+the next multiple, and those beyond the paper's are zero. They stay zero in training, since neither they nor
+their weights ever get a gradient, and `state_dict` leaves them out.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Both views are warped from the photo, so that both carry the blur of resampling. What lies outside the photo
 is filled with another photo, and patches of another photo are pasted into one view only: content with no
-match, marked as such, which is what teaches pruning. The larger the views, the more photos side by side stand for
-the one: a photo of 448 pixels alone would be magnified to a blur in them, and sub-pixel refinement needs
-sharp images to learn from.
+match, marked as such, which is what teaches pruning. In larger views several photos side by side stand for
+one: a photo of 448 pixels alone would be magnified to a blur, and sub-pixel refinement needs sharp images to
+learn from.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class PosedPairs:
             there.points.view(*cells, 2), there.visible.view(cells),
             back.points.view(*cells, 2), back.visible.view(cells),
             first.mask, second.mask, ~there.known.view(cells), ~back.known.view(cells),
-            names,
+            names=names,
         )  # fmt: skip
 
     def _stack(self, frames: list[Loaded]) -> _Side:
