@@ -12,6 +12,8 @@ from pathlib import Path
 import cv2
 import h5py
 import numpy as np
+import PIL.Image
+import PIL.ImageOps
 import pytest
 import typer
 from conftest import needs_shared
@@ -29,6 +31,7 @@ from prism_match.evaluation.pairs import Resize, scale_points
 from prism_match.evaluation.runner import Clock, Run
 from prism_match.evaluation.triangulate import triangulate_map
 from prism_match.geometry import rotation_angle
+from prism_match.images import ORIENTATION
 from prism_match.matches import Matches
 from prism_match.pipelines.localize import (
     Correspondences,
@@ -42,7 +45,16 @@ from prism_match.pipelines.localize import (
     write_poses,
 )
 from prism_match.pipelines.localize_commands import localize_command
-from prism_match.pipelines.maps import DepthMap, ScanMap, SfmMap, read_scan, rigid, snap, without
+from prism_match.pipelines.maps import (
+    DepthMap,
+    ScanMap,
+    SfmMap,
+    read_scan,
+    rigid,
+    snap,
+    stored_orientation,
+    without,
+)
 from prism_match.pipelines.pnp import estimate_camera_pose
 from prism_match.pipelines.query_matching import match_queries
 from prism_match.training.data.rgbd import read_sequence
@@ -244,6 +256,59 @@ def test_a_smaller_copy_of_the_photos_will_do(scene: Scene) -> None:
     assert errors(result.T, scene.T[2])[0] < 0.02
     turned = localize(Query("q", Path(), CAMERA), [(scene.names[3], replace(m, size1=(120, 160)))], world)
     assert turned.T is None and "120x160, its camera is for 160x120" in turned.problem
+
+
+def tag(source: Path, target: Path, orientation: int) -> None:
+    """The same pixels, which EXIF tells to turn before they are shown."""
+    exif = PIL.Image.Exif()
+    exif[ORIENTATION] = orientation
+    with PIL.Image.open(source) as image:
+        image.save(target, exif=exif)
+
+
+def as_shown(points: np.ndarray, orientation: int) -> np.ndarray:
+    """n 2: where pixels of the stored photo, which are whole numbers, are shown."""
+    image = PIL.Image.fromarray(np.arange(WIDTH * HEIGHT, dtype=np.int32).reshape(HEIGHT, WIDTH))
+    image.getexif()[ORIENTATION] = orientation
+    shown = np.asarray(PIL.ImageOps.exif_transpose(image))
+    where = np.argsort(shown.ravel())
+    y, x = np.divmod(where, shown.shape[1])
+    u, v = points.astype(int).T
+    return np.stack([x, y], 1)[v * WIDTH + u].astype(np.float32)
+
+
+@pytest.mark.parametrize("orientation", [3, 6, 7, 8])
+def test_photos_that_exif_turns(scene: Scene, sequence: Path, orientation: int, tmp_path: Path) -> None:
+    """Maps have the pixels of the stored file, matches those that are shown."""
+    size = SIZE if orientation < 5 else SIZE[::-1]
+    frames = {f.image.name: f for f in read_sequence(sequence)}
+    found = []
+    for n in (1, 3):
+        name = f"{n}.color.png"
+        tag(frames[name].image, tmp_path / scene.names[n], orientation)
+        frames[name] = replace(frames[name], image=tmp_path / scene.names[n])
+        m = true_matches(scene, n, 2).swap()
+        found.append((n, replace(m, keypoints1=as_shown(m.keypoints1, orientation), size1=size)))
+    model = read_model(scene.root)
+    for world, names in ((SfmMap(model, tmp_path), scene.names), (DepthMap(frames, 5000), list(frames))):
+        matches = [(names[n], m) for n, m in found]
+        shift, turn = errors(
+            localize(Query("q", Path(), CAMERA), matches, world, threshold=2.0).T, scene.T[2]
+        )
+        assert shift < 0.01 and turn < 0.1
+    # And a query whose camera is that of its file.
+    query = Query.stored("q", tmp_path / scene.names[1], CAMERA)
+    m = true_matches(scene, 1, 3)
+    m = replace(m, keypoints0=as_shown(m.keypoints0, orientation), size0=size)
+    result = localize(query, [(scene.names[3], m)], SfmMap(model, scene.root / "images"), threshold=2.0)
+    assert errors(result.T, scene.T[1])[0] < 0.02
+
+
+def test_a_camera_for_the_photo_as_it_is_shown(scene: Scene, tmp_path: Path) -> None:
+    tag(scene.root / "images" / scene.names[0], tmp_path / "a.png", 6)
+    assert stored_orientation(tmp_path / "a.png", CAMERA) == 6
+    assert stored_orientation(tmp_path / "a.png", CAMERA.resized(320, 240)) == 6
+    assert stored_orientation(tmp_path / "a.png", pinhole(K, *SIZE[::-1])) == 1
 
 
 def test_a_photo_leaves_a_model_with_its_points(scene: Scene) -> None:

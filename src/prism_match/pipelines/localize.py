@@ -17,8 +17,9 @@ from prism_match.colmap_model import quaternion_of, rotation_of
 from prism_match.errors import UserError
 from prism_match.evaluation.pairs import scale_points
 from prism_match.files import atomic_path
+from prism_match.images import to_stored
 from prism_match.matches import Matches
-from prism_match.pipelines.maps import Map
+from prism_match.pipelines.maps import Map, stored_orientation
 from prism_match.pipelines.pnp import LEAST, PnpBackend, estimate_camera_pose
 
 NEIGHBOURS = 12  # matches that tell how the surface around one goes from photo to photo
@@ -30,6 +31,12 @@ class Query:
     name: str
     path: Path
     camera: Camera
+    orientation: int = 1  # EXIF's, where the camera, and so the pose, is of the photo as it is stored
+
+    @staticmethod
+    def stored(name: str, path: Path, camera: Camera) -> Query:
+        """Whose camera is given for its file, whatever EXIF says, as COLMAP and hloc have it."""
+        return Query(name, path, camera, stored_orientation(path, camera))
 
 
 @dataclass(frozen=True)
@@ -98,11 +105,12 @@ def localize(
 def lift_matches(query: Query, name: str, matches: Matches, world: Map) -> Correspondences:
     """The matches of a query and a map photo whose pixel in the latter is known in space. A match that was
     snapped by some pixels in the map photo is moved in the query by as much as its neighbours say."""
-    here = to_camera_pixels(matches.keypoints0, matches.size0, query.camera, query.name)
+    here, size = to_stored(matches.keypoints0.astype(float), matches.size0, query.orientation)
+    here = to_camera_pixels(here, size, query.camera, query.name)
+    there, size = to_stored(matches.keypoints1.astype(float), matches.size1, world.orientation(name))
     camera = world.camera(name)
-    there = matches.keypoints1.astype(float)
     if camera is not None:
-        there = to_camera_pixels(matches.keypoints1, matches.size1, camera, name)
+        there = to_camera_pixels(there, size, camera, name)
     lifted = world.lift(name, there, matches.scores)
     moved = transport(there, here, lifted.rows, lifted.pixels - there[lifted.rows])
     return Correspondences(moved, lifted.xyz, lifted.points, matches.scores[lifted.rows].astype(float))
@@ -111,7 +119,7 @@ def lift_matches(query: Query, name: str, matches: Matches, world: Map) -> Corre
 def to_camera_pixels(points: np.ndarray, size: tuple[int, int], camera: Camera, name: str) -> np.ndarray:
     """n 2 in pixels of a file of `size` -> those of its camera: the same photo may be kept smaller."""
     if size == (camera.width, camera.height):
-        return points.astype(float)
+        return points
     if abs(camera.width / size[0] / (camera.height / size[1]) - 1) > 0.02:
         wanted = f"{camera.width}x{camera.height}"
         raise UserError(f"{name}: the photo is {size[0]}x{size[1]}, its camera is for {wanted}")

@@ -23,6 +23,7 @@ from prism_match.errors import UserError
 
 if TYPE_CHECKING:
     from prism_match.cameras import Camera
+    from prism_match.pipelines.localize import Query
     from prism_match.pipelines.maps import Map
 
 
@@ -93,7 +94,7 @@ def localize_command(
     from prism_match.evaluation.pairs import Resize
     from prism_match.evaluation.runner import Clock
     from prism_match.files import writable_folder, write_json
-    from prism_match.pipelines.localize import Localized, Query, localize, with_fallback, write_poses
+    from prism_match.pipelines.localize import Localized, localize, with_fallback, write_poses
     from prism_match.pipelines.pnp import choose_backend
     from prism_match.pipelines.query_matching import match_queries, retrieve
 
@@ -129,18 +130,18 @@ def localize_command(
         try:
             if photos[name] in broken:
                 raise UserError(broken[photos[name]])
-            camera, origin = query_camera(name, photos[name], given, mapped, ranked[name])
+            query, origin = make_query(name, photos[name], given, mapped, ranked[name])
         except UserError as error:
             results[name] = Localized(name, None, 0, 0, {}, str(error))
             continue
         result = localize(
-            Query(name, photos[name], camera), matched.found, mapped,
+            query, matched.found, mapped,
             threshold=max_error, backend=backend, seed=seed, min_inliers=min_inliers,
         )  # fmt: skip
         if result.T is None:
             result = replace(result, problem="; ".join([result.problem, *matched.problems]))
         results[name] = with_fallback(result, mapped, ranked[name]) if fallback else result
-        cameras[name] = {**asdict(camera), "from": origin}
+        cameras[name] = {**asdict(query.camera), "from": origin}
     ordered = {q: results[q] for q in photos}
     failed = {q: r.problem for q, r in ordered.items() if r.problem}
     summary = {
@@ -213,17 +214,21 @@ def open_map(
     from prism_match.colmap_model import is_model, read_model
     from prism_match.evaluation.localization import is_sequence
     from prism_match.pipelines.maps import DepthMap, ScanMap, SfmMap
+    from prism_match.pipelines.sfm import origin_of
     from prism_match.training.data.rgbd import read_sequence
 
     if not path.exists():
         raise UserError(f"{path}: no such folder")
     if is_model(path):
-        around = path.resolve()
+        model, around = read_model(path), path.resolve()
+        origin = origin_of(model.path)
         candidates = [images] if images else [f / "images" for f in (around, *list(around.parents)[:2])]
         folder = next((f for f in candidates if f.is_dir()), None)
+        if images is None and origin.photos is not None:
+            folder = origin.photos
         if folder is None:
             raise UserError(f"{candidates[0]}: no such folder; tell with --images where the map's photos are")
-        return SfmMap(read_model(path), folder, snap)
+        return SfmMap(model, folder, snap, as_shown=origin.made_here)
     if is_sequence(path):
         try:
             frames = {frame.image.name: frame for frame in read_sequence(path)}
@@ -242,17 +247,18 @@ def open_map(
     raise UserError(f"{path}: neither a COLMAP model, an RGB-D sequence nor InLoc's data")
 
 
-def query_camera(
+def make_query(
     name: str, path: Path, given: dict[str, Camera] | None, mapped: Map, ranked: list[str]
-) -> tuple[Camera, str]:
-    """The camera of a query, and where it is from: the file given, EXIF, the most similar map photo of the
-    same shape, or a guess."""
+) -> tuple[Query, str]:
+    """A query, and where its camera is from: the file given, EXIF, the most similar map photo of the same
+    shape, or a guess."""
     from prism_match.cameras import Camera
-    from prism_match.evaluation.posed import image_size
+    from prism_match.images import image_size
     from prism_match.pipelines.cameras import UNKNOWN_FOCAL, read_exif
+    from prism_match.pipelines.localize import Query
 
     if given is not None:
-        return given[name], "the file given"
+        return Query.stored(name, path, given[name]), "the file given"
     size = image_size(path)
     if size is None:
         raise UserError(f"{path}: cannot be read")
@@ -261,7 +267,7 @@ def query_camera(
         for photo in ranked:
             other = mapped.camera(photo)
             if other is not None and abs(other.width / other.height * size[1] / size[0] - 1) < 0.01:
-                return other.resized(*size), "the map"
+                return Query(name, path, other.resized(*size)), "the map"
     length = UNKNOWN_FOCAL * max(size) if focal is None else focal
     camera = Camera("SIMPLE_PINHOLE", *size, (length, size[0] / 2, size[1] / 2))
-    return camera, "a guess" if focal is None else "EXIF"
+    return Query(name, path, camera), "a guess" if focal is None else "EXIF"

@@ -7,6 +7,7 @@ was killed goes on where it was, and a change of an option repeats only what dep
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -27,7 +28,7 @@ from prism_match.evaluation.pairs import IMAGE_SUFFIXES
 from prism_match.export.colmap import colmap_error, write_database
 from prism_match.export.nerf import write_transforms
 from prism_match.files import atomic_path, short_hash, writable_folder, write_json
-from prism_match.images import load_image
+from prism_match.images import exif_orientation, load_image
 from prism_match.pipelines import colmap
 from prism_match.pipelines import pairs as pairing
 from prism_match.pipelines.cameras import CameraOptions, choose_cameras
@@ -111,6 +112,8 @@ def reconstruct(
     if not usable:
         raise UserError(f"{images}: no pair of its images was matched{because(broken)}")
     stages = Stages(out / "stages.json")
+    where = os.path.relpath(images.resolve(), out.resolve())
+    stages.run("photos", where, images, lambda: where)
 
     inputs = [[*names, *(store.images[n].digest for n in names)] for names in sorted(usable)]
     key = short_hash([store.settings, inputs, asdict(options.tracks)])
@@ -148,6 +151,21 @@ def reconstruct(
     summary["seconds"] = round(time.perf_counter() - began, 1)
     write_outputs(out, files, summary, result["models"][0], verified)
     return summary
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Of a model in OUT/sparse/N."""
+
+    made_here: bool  # by `prism sfm`, which sees photos as EXIF turns them
+    photos: Path | None  # the folder that it was made of, where that is still there
+
+
+def origin_of(model: Path) -> Origin:
+    out = Path(os.path.normpath(model.absolute() / ".." / ".."))
+    done = Stages(out / "stages.json").done
+    photos = out / done["photos"]["result"] if "photos" in done else None
+    return Origin("model" in done, photos if photos is not None and photos.is_dir() else None)
 
 
 def find_images(folder: Path, out: Path) -> dict[str, Path]:
@@ -372,23 +390,18 @@ def write_outputs(
 def upright_copies(files: dict[str, Path], folder: Path) -> dict[str, Path]:
     """Tools that read the model look at pixels as they are stored, we at those that are shown. So where EXIF
     turns a photo, there are copies of all of them in `folder`, with nothing left to be turned."""
-    if not any(is_turned(path) for path in files.values()):
+    if all(exif_orientation(path) == 1 for path in files.values()):
         return files
     copies = {name: folder / name for name in files}
     for name, path in files.items():
         copies[name].parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(copies[name]) as temporary:
-            if is_turned(path):
+            if exif_orientation(path) != 1:
                 with PIL.Image.open(path) as image:
                     PIL.ImageOps.exif_transpose(image).save(temporary, quality=95)
             else:
                 shutil.copyfile(path, temporary)
     return copies
-
-
-def is_turned(path: Path) -> bool:
-    with PIL.Image.open(path) as image:
-        return image.getexif().get(0x0112, 1) != 1
 
 
 def because(broken: dict[str, str]) -> str:
