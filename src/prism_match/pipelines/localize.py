@@ -5,12 +5,12 @@ photos of a query before its pose is estimated once."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from prism_match.cameras import Camera
 from prism_match.colmap_model import quaternion_of, rotation_of
@@ -21,8 +21,8 @@ from prism_match.images import to_stored
 from prism_match.matches import Matches
 from prism_match.pipelines.maps import Map, stored_orientation
 from prism_match.pipelines.pnp import LEAST, PnpBackend, estimate_camera_pose
+from prism_match.polish import local_affine
 
-NEIGHBOURS = 12  # matches that tell how the surface around one goes from photo to photo
 MERGE_RADIUS = 4.0  # pixels of the query within which two sightings of a point are one
 
 
@@ -131,37 +131,10 @@ def transport(source: np.ndarray, target: np.ndarray, rows: np.ndarray, offset: 
 
     Matches are source n 2 -> target n 2. Around each, the map from one image to the other is nearly
     affine, and its neighbours tell which."""
-    moved = target[rows].copy()
     if not len(rows) or not np.abs(offset).max(initial=0) > 0:
-        return moved
-    k = min(NEIGHBOURS, len(source) - 1)
-    for part in np.array_split(np.arange(len(rows)), math.ceil(len(rows) * len(source) / 2**22)):
-        centre = rows[part]
-        squared = ((source[centre][:, None] - source[None]) ** 2).sum(2)
-        near = np.argpartition(squared, k, axis=1)[:, : k + 1]
-        D = source[near] - source[centre][:, None]  # m k 2, itself included
-        E = target[near] - target[centre][:, None]
-        moved[part] += np.einsum("mij,mj->mi", local_affine(D, E), offset[part])
-    return moved
-
-
-def local_affine(D: np.ndarray, E: np.ndarray) -> np.ndarray:
-    """m 2 2: the linear maps that take differences D (m k 2) to E (m k 2), robustly. Where neighbours are
-    few or on a line it stays near to a mere change of scale."""
-    length = np.linalg.norm(D, axis=2), np.linalg.norm(E, axis=2)
-    ratio = np.median(length[1], axis=1) / np.maximum(np.median(length[0], axis=1), 1e-9)
-    prior = np.where((ratio > 0.1) & (ratio < 10), ratio, 1.0)[:, None, None] * np.eye(2)
-    spread = (length[0] ** 2).mean(axis=1)[:, None, None] * np.eye(2) * 0.1 + 1e-9 * np.eye(2)
-    J = prior
-    weight = np.ones(D.shape[:2])
-    for _ in range(5):
-        WD = D * weight[..., None]
-        normal = np.einsum("mki,mkj->mij", WD, D) + spread
-        right = np.einsum("mki,mkj->mij", E * weight[..., None], D) + prior @ spread
-        J = np.linalg.solve(normal.transpose(0, 2, 1), right.transpose(0, 2, 1)).transpose(0, 2, 1)
-        rest = np.linalg.norm(E - np.einsum("mij,mkj->mki", J, D), axis=2)
-        weight = 1 / (1 + (rest / 2.0) ** 2)
-    return J
+        return target[rows]
+    stretch = local_affine(torch.from_numpy(source), torch.from_numpy(target), rounds=4).numpy()
+    return target[rows] + np.einsum("mij,mj->mi", stretch[rows], offset)
 
 
 def merge(parts: Iterable[Correspondences]) -> Correspondences:
