@@ -17,7 +17,7 @@ import numpy as np
 import PIL.Image
 import pytest
 from conftest import ASSETS, needs_shared
-from synthetic_matcher import SyntheticMatcher, make_photos, write_noise
+from synthetic_matcher import SyntheticMatcher, make_photos, true_matches, write_noise
 from synthetic_scene import K
 from typer.testing import CliRunner
 
@@ -27,10 +27,12 @@ from prism_match.evaluation.posed import camera_matrices
 from prism_match.export.colmap import export_colmap
 from prism_match.export.nerf import camera_to_world, intrinsics
 from prism_match.geometry import align_similarity, rotation_angle
-from prism_match.images import load_image, write_png
+from prism_match.images import ORIENTATION, load_image, write_png
 from prism_match.matches import Matches
 from prism_match.pipelines import colmap
 from prism_match.pipelines.cameras import CameraOptions, choose_cameras, read_exif
+from prism_match.pipelines.localize import Query, localize
+from prism_match.pipelines.localize_commands import open_map
 from prism_match.pipelines.report import camera_centres, draw_match_graph, draw_top_view
 from prism_match.pipelines.sfm import PairOptions, SfmOptions, find_images, reconstruct, upright_copies
 from prism_match.pipelines.store import MatchStore
@@ -499,6 +501,40 @@ def test_turned_photos_get_upright_copies(tmp_path):
     assert copies["straight.jpg"].read_bytes() == files["straight.jpg"].read_bytes()
     straight = {"straight.jpg": files["straight.jpg"]}
     assert upright_copies(straight, tmp_path / "none") == straight and not (tmp_path / "none").exists()
+
+
+def test_a_map_of_ours_is_localized_in(tmp_path):
+    """Turned by EXIF, too: the model has the pixels that are shown, and knows where its photos are."""
+    scene, folder, matcher = make_photos(tmp_path / "scene", 6)
+    photos, out = tmp_path / "photos", tmp_path / "map"
+    photos.mkdir()
+    exif = PIL.Image.Exif()
+    exif[ORIENTATION] = 3  # half a turn, which no size tells
+    for name in scene.names:
+        with PIL.Image.open(folder / name) as image:
+            image.save(photos / name, exif=exif)
+    query = photos / "view2.png"
+    query.rename(tmp_path / "query.png")
+    reconstruct(photos, out, SfmOptions(cameras=GIVEN, threads=1), lambda: matcher)
+    world = open_map(out, None, None, 1000.0, None)
+    assert world.image_dir.resolve() == photos.resolve() and len(world.names) == 5
+    found = []
+    for name in ("view1.png", "view3.png"):
+        points = true_matches(scene, 2, scene.names.index(name))
+        size = load_image(world.path(name)).size
+        scores = np.ones(len(points[0]), np.float32)
+        found.append((name, Matches(*(p.astype(np.float32) for p in points), scores, size, size)))
+    for model, images in ((out, None), (out / "sparse" / "0", photos)):
+        world = open_map(model, images, None, 1000.0, None)
+        poses = {name: world.pose(name) for name in world.names}
+        poses["view2.png"] = localize(Query("q", Path(), world.camera("view1.png")), found, world).T
+        centres, angles, _, _ = pose_errors(scene, poses)
+        assert centres.max() < 0.02 and angles.max() < 1
+    shutil.rmtree(photos)  # but for the upright copies
+    assert open_map(out / "sparse" / "0", None, None, 1000.0, None).image_dir == out / "images"
+    shutil.rmtree(out / "images")
+    with pytest.raises(UserError, match="tell with --images where"):
+        open_map(out, None, None, 1000.0, None)
 
 
 def test_options_that_make_no_sense():
