@@ -42,7 +42,8 @@ def localize_command(
         list[Path], typer.Option(help="A folder of photos, or photos; may be repeated.", show_default=False)
     ],
     images: Annotated[
-        Optional[Path], typer.Option(help="The photos of a COLMAP model [`images` beside or in it].")
+        Optional[Path],
+        typer.Option(help="The photos of a COLMAP model [`images` by it; those of prism sfm]."),
     ] = None,
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the results; a run goes on there.")] = (
         Path("prism-localize")
@@ -85,6 +86,7 @@ def localize_command(
 
     \b
     Examples:
+      prism localize --map out-of-prism-sfm --queries new-photos -o out
       prism localize --map sparse/0 --images photos --queries new-photos -o out
       prism localize --map model --images photos --queries q.jpg --intrinsics cameras.txt --top 5
       prism localize --map rgbd-sequence --queries q.jpg --depth-scale 5000
