@@ -726,6 +726,7 @@ def test_intrinsics_that_are_given_are_used(
     ({"--queries": "empty"}, "no photos in this folder"),
     ({"--images": "nowhere"}, "nowhere: no such folder"),
     ({"--top": "0"}, "--top must be at least 1"),
+    ({"--batch": "0"}, "--batch must be at least 1"),
     ({"--max-error": "-1"}, "--max-error must be positive"),
     ({"--snap": "0"}, "snapping must be positive"),
     ({"--intrinsics": "bad.txt"}, "bad.txt, line 1"),

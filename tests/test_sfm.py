@@ -537,7 +537,21 @@ def test_a_map_of_ours_is_localized_in(tmp_path):
         open_map(out, None, None, 1000.0, None)
 
 
+def test_bad_intrinsics_are_told_before_anything_is_matched(built, tmp_path):
+    folder = built[1]
+    lines = tmp_path / "cameras.txt"
+    lines.write_text("view0.png 150 150 79.5 59.5\n")
+    for given, reason in (("150,150", "2 numbers instead of 4"), (str(lines), "no line for view1.png")):
+        options = SfmOptions(cameras=CameraOptions(intrinsics=given))
+        with pytest.raises(UserError, match=reason):
+            reconstruct(folder, tmp_path / "out", options, lambda: pytest.fail("a matcher was made"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_options_that_make_no_sense():
+    for bad in ({"batch_size": 0}, {"features_gib": -1.0}, {"threads": 0}):
+        with pytest.raises(UserError):
+            SfmOptions(**bad)
     for bad in ({"mode": "some"}, {"window": 0}, {"neighbours": 0}):
         with pytest.raises(UserError):
             PairOptions(**bad)

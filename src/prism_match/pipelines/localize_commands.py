@@ -43,7 +43,7 @@ def localize_command(
     ],
     images: Annotated[
         Optional[Path],
-        typer.Option(help="The photos of a COLMAP model [`images` by it; those of prism sfm]."),
+        typer.Option(help="The photos of a COLMAP model [`images` by it, or told by prism sfm]."),
     ] = None,
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the results; a run goes on there.")] = (
         Path("prism-localize")
@@ -100,7 +100,12 @@ def localize_command(
     from prism_match.pipelines.pnp import choose_backend
     from prism_match.pipelines.query_matching import match_queries, retrieve
 
-    for name, value, least in (("top", top, 1), ("size", size, 32), ("min-inliers", min_inliers, 4)):
+    for name, value, least in (
+        ("top", top, 1),
+        ("size", size, 32),
+        ("min-inliers", min_inliers, 4),
+        ("batch", batch, 1),
+    ):
         if value < least:
             raise UserError(f"--{name} must be at least {least}, not {value}")
     if max_error <= 0:

@@ -28,7 +28,7 @@ from prism_match.evaluation.pairs import IMAGE_SUFFIXES
 from prism_match.export.colmap import colmap_error, write_database
 from prism_match.export.nerf import write_transforms
 from prism_match.files import atomic_path, short_hash, writable_folder, write_json
-from prism_match.images import exif_orientation, load_image
+from prism_match.images import exif_orientation, image_size, load_image
 from prism_match.pipelines import colmap
 from prism_match.pipelines import pairs as pairing
 from prism_match.pipelines.cameras import CameraOptions, choose_cameras
@@ -74,7 +74,15 @@ class SfmOptions:
     matches: Path | None = None  # a store to use as it is, instead of matching
     batch_size: int | None = None  # pairs at a time; None: 8 on a GPU, 1 elsewhere
     features_gib: float = 8.0  # disk for feature maps while matching
-    threads: int = -1  # of COLMAP
+    threads: int = -1  # of COLMAP; -1: all cores
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None and self.batch_size < 1:
+            raise UserError(f"at least 1 pair at a time is matched, not {self.batch_size}")
+        if self.features_gib < 0:
+            raise UserError(f"the disk for feature maps must be 0 GiB or more, not {self.features_gib}")
+        if self.threads != -1 and self.threads < 1:
+            raise UserError(f"the number of threads must be at least 1, or -1 for all, not {self.threads}")
 
 
 class Stages:
@@ -106,6 +114,8 @@ def reconstruct(
     began = time.perf_counter()
     colmap.require()
     files = find_images(images, out)
+    readable = {name: (path, size) for name, path in files.items() if (size := image_size(path))}
+    choose_cameras(readable, options.cameras)  # what is wrong with them is told now, not after hours
     writable_folder(out)
     matched = match_images(files, out, options, make_matcher, progress)
     store, usable, broken = matched.store, matched.pairs, matched.broken
