@@ -245,6 +245,17 @@ def test_a_worker_that_dies_is_told_in_a_line(monkeypatch, tmp_path):
         colmap.run("verify", database="x")
 
 
+def test_a_worker_ends_with_its_caller(built, tmp_path):
+    """As when the caller is killed: its end of the pipe is closed."""
+    job = {"job": "reconstruct", "database": str(built[2] / "database.db"), "tracks": None, "threads": 1,
+           "out": str(tmp_path / "sparse"), "mapper": "global", "refine_intrinsics": False}  # fmt: skip
+    process = subprocess.run(
+        [sys.executable, "-m", colmap.WORKER], input=json.dumps(job) + "\n", capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert process.returncode == 1 and not process.stdout and not (tmp_path / "sparse" / "0").exists()
+
+
 def test_an_error_of_colmap_is_told_in_a_line(tmp_path):
     with pytest.raises(UserError) as error:
         colmap.run("verify", database=str(tmp_path / "none" / "x.db"), max_error=4.0)

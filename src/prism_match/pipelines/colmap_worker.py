@@ -2,15 +2,17 @@
 
 Once pycolmap is imported, writing a PNG in the same process can abort it: pycolmap 4.2 brings a zlib of its
 own whose symbols get mixed up with those of OpenCV and Pillow. So no other module imports pycolmap; they
-call `prism_match.pipelines.colmap.run`, which starts this one. A job comes in as JSON, what happens goes
-out as lines of JSON: {"event": ...} while it runs and {"result": ...} or {"error": ...} at the end.
+call `prism_match.pipelines.colmap.run`, which starts this one. A job comes in as a line of JSON, what happens
+goes out as lines of JSON: {"event": ...} while it runs and {"result": ...} or {"error": ...} at the end.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ SEED = 0
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
+    job = json.loads(sys.stdin.readline())
+    threading.Thread(target=end_with_caller, daemon=True).start()
     import pycolmap
 
     pycolmap.set_random_seed(SEED)
@@ -34,6 +37,13 @@ def main() -> None:
         emit({"result": JOBS[job.pop("job")](**job)})
     except (ValueError, KeyError, RuntimeError, OSError) as error:
         emit({"error": str(error).strip() or type(error).__name__})
+
+
+def end_with_caller() -> None:
+    """Whoever asked for the job keeps our input open until it has the answer. One that was killed closes it:
+    nobody waits any more, and the next run may be at work in the same folder."""
+    os.read(sys.stdin.fileno(), 1)  # not by sys.stdin, whose lock would be in the way at the end
+    os._exit(1)
 
 
 def emit(message: dict[str, Any]) -> None:
