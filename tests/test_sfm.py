@@ -318,6 +318,34 @@ def test_export_into_an_existing_database(built, tmp_path):
     assert all(np.array_equal(after["keypoints"][k], v) for k, v in before["keypoints"].items())
 
 
+def test_export_of_photos_that_exif_turns(built, tmp_path):
+    """COLMAP has the pixels as they are stored."""
+    _, folder, out, _ = built
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    exif = PIL.Image.Exif()
+    for n, path in enumerate(sorted(folder.iterdir())):
+        exif[ORIENTATION] = (6, 3)[n] if n < 2 else 1
+        with PIL.Image.open(path) as image:
+            image.save(photos / path.name, exif=exif)
+    export_colmap(out / "matches.h5", tmp_path / "shown.db")
+    export_colmap(out / "matches.h5", tmp_path / "stored.db", images=photos)
+    shown, stored = (tables(tmp_path / f"{n}.db") for n in ("shown", "stored"))
+    x, y = shown["keypoints"]["view0.png"][:, 0], shown["keypoints"]["view0.png"][:, 1]
+    np.testing.assert_allclose(stored["keypoints"]["view0.png"], np.stack([y, 160 - x], 1), atol=1e-4)
+    np.testing.assert_allclose(
+        stored["keypoints"]["view1.png"], [160, 120] - shown["keypoints"]["view1.png"], atol=1e-4
+    )
+    np.testing.assert_array_equal(stored["keypoints"]["view2.png"], shown["keypoints"]["view2.png"])
+    with pytest.raises(UserError, match="view0.png is 120x160 in this database, .* tell with --images"):
+        export_colmap(out / "matches.h5", tmp_path / "stored.db", overwrite=True)
+    export_colmap(out / "matches.h5", tmp_path / "stored.db", images=photos, overwrite=True)
+    (photos / "view4.png").unlink()
+    with pytest.raises(UserError, match="view4.png: no such image"):
+        export_colmap(out / "matches.h5", tmp_path / "new.db", images=photos)
+    assert not (tmp_path / "new.db").exists()
+
+
 def test_export_from_the_command_line(built, tmp_path):
     _, folder, out, _ = built
     run = ["export", "colmap", str(out / "matches.h5"), "-o", str(tmp_path / "x.db"), "--json"]

@@ -151,7 +151,7 @@ def to_stored(
         points, size = points[:, ::-1], size[::-1]
     # What is mirrored, along x and y of the stored photo.
     flips = np.array([orientation in (2, 3, 7, 8), orientation in (3, 4, 6, 7)])
-    return np.where(flips, np.array(size) - 1 - points, points), size
+    return np.where(flips, np.array(size) - 1 - points, points).astype(points.dtype), size
 
 
 def channels_last(tensor: Any) -> np.ndarray:

@@ -60,6 +60,9 @@ def write_database(
     shared, _ = load_tracks(Path(tracks))
     with pycolmap.Database.open(database) as db, pycolmap.DatabaseTransaction(db):
         known = {image.name: image.image_id for image in db.read_all_images()}
+        for image in db.read_all_images():
+            if image.name in images:
+                check_size(image.name, db.read_camera(image.camera_id), cameras[images[image.name]])
         full = [name for name in images if name in known and db.num_keypoints_for_image(known[name])]
         if full and not overwrite:
             raise ValueError(f"{full[0]} has keypoints in this database already; --overwrite replaces them")
@@ -81,6 +84,15 @@ def write_database(
         for (a, b), matches in shared.matches.items():
             db.write_matches(known[a], known[b], matches.index.astype(np.uint32))
         return {"images": db.num_images(), "keypoints": db.num_keypoints(), "matches": db.num_matches()}
+
+
+def check_size(name: str, known: Any, matched: dict[str, Any]) -> None:
+    """Keypoints of a photo of another size, or turned by EXIF, are none of the one in the database."""
+    there, here = (known.width, known.height), (matched["width"], matched["height"])
+    if there != here:
+        sizes = [f"{width}x{height}" for width, height in (there, here)]
+        turned = "; it is shown turned: tell with --images where it is" if there == here[::-1] else ""
+        raise ValueError(f"{name} is {sizes[0]} in this database, its matches are for {sizes[1]}{turned}")
 
 
 def add_camera(db: Any, camera: dict[str, Any]) -> int:
