@@ -462,6 +462,16 @@ def test_too_few_images(tmp_path):
     assert list(find_images(tmp_path, tmp_path / "out")) == ["a.png", "sub/b.PNG"]
 
 
+def test_results_of_earlier_runs_are_no_photos(tmp_path):
+    for name in ("a.png", "b/c.png", "b/top_view.png", "old/stages.json", "old/images/a.png", "top_view.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        write_noise(tmp_path / name, 0) if name.endswith("png") else (tmp_path / name).write_text("{}")
+    photos = ["a.png", "b/c.png", "b/top_view.png"]
+    assert list(find_images(tmp_path, tmp_path / "new")) == photos
+    (tmp_path / "stages.json").write_text("{}")  # the results go where the photos are
+    assert list(find_images(tmp_path, tmp_path)) == photos
+
+
 def test_two_images_are_enough(built, tmp_path):
     scene, folder, _, _ = built
     for n in (1, 4):

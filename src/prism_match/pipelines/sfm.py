@@ -32,7 +32,7 @@ from prism_match.images import exif_orientation, image_size, load_image
 from prism_match.pipelines import colmap
 from prism_match.pipelines import pairs as pairing
 from prism_match.pipelines.cameras import CameraOptions, choose_cameras
-from prism_match.pipelines.report import write_report
+from prism_match.pipelines.report import PICTURES, write_report
 from prism_match.pipelines.store import MatchStore, Names, file_digest
 from prism_match.pipelines.tracks import (
     SharedKeypoints,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 EXHAUSTIVE_UP_TO = 40  # images; beyond that "auto" retrieves
 PAIR_MODES = ("auto", "exhaustive", "sequential", "retrieval")
+STAGES = "stages.json"  # its presence tells a folder of results
 SECONDS_A_SAVE = 30.0  # of descriptions that a kill can cost
 Mapper = Literal["incremental", "global"]
 
@@ -121,7 +122,7 @@ def reconstruct(
     store, usable, broken = matched.store, matched.pairs, matched.broken
     if not usable:
         raise UserError(f"{images}: no pair of its images was matched{because(broken)}")
-    stages = Stages(out / "stages.json")
+    stages = Stages(out / STAGES)
     where = os.path.relpath(images.resolve(), out.resolve())
     stages.run("photos", where, images, lambda: where)
 
@@ -172,25 +173,33 @@ class Origin:
 
 
 def origin_of(model: Path) -> Origin:
-    out = Path(os.path.normpath(model.absolute() / ".." / ".."))
-    done = Stages(out / "stages.json").done
+    out = (model / ".." / "..").resolve()
+    done = Stages(out / STAGES).done
     photos = out / done["photos"]["result"] if "photos" in done else None
     return Origin("model" in done, photos if photos is not None and photos.is_dir() else None)
 
 
 def find_images(folder: Path, out: Path) -> dict[str, Path]:
-    """Every image in a folder and the folders in it, by its path from there; none of the output's."""
+    """Every image in a folder and the folders in it, by its path from there; none of what this run or an
+    earlier one has put there."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder of images")
-    found = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
-    inside = [
-        p for p in found if out.resolve() not in p.resolve().parents or out.resolve() == folder.resolve()
+    root = folder.resolve()
+    outputs = {out.resolve(), *(p.parent for p in root.rglob(STAGES))} - {root}
+    pictures = {root / name for name in PICTURES}
+    photos = [
+        p.relative_to(root).as_posix()
+        for p in sorted(root.rglob("*"))
+        if p.suffix.lower() in IMAGE_SUFFIXES
+        and p.is_file()
+        and p not in pictures
+        and not outputs.intersection(p.parents)
     ]
-    if len(inside) < 2:
+    if len(photos) < 2:
         raise UserError(
-            f"{folder}: {len(inside) or 'no'} image{'s' * (not inside)} in it; at least two are needed"
+            f"{folder}: {len(photos) or 'no'} image{'s' * (not photos)} in it; at least two are needed"
         )
-    return {p.relative_to(folder).as_posix(): p for p in inside}
+    return {name: folder / name for name in photos}
 
 
 @dataclass(frozen=True)
