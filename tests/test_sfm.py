@@ -11,6 +11,7 @@ import zlib
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -31,6 +32,7 @@ from prism_match.images import ORIENTATION, load_image, write_png
 from prism_match.matches import Matches
 from prism_match.pipelines import colmap
 from prism_match.pipelines.cameras import CameraOptions, choose_cameras, read_exif
+from prism_match.pipelines.colmap_worker import with_points
 from prism_match.pipelines.localize import Query, localize
 from prism_match.pipelines.localize_commands import open_map
 from prism_match.pipelines.report import camera_centres, draw_match_graph, draw_top_view
@@ -425,6 +427,19 @@ class Identical(SyntheticMatcher):
         return Matches(points, points, np.ones(len(points), np.float32), a.size, b.size, a.name, b.name)
 
 
+class Turning(SyntheticMatcher):
+    """Photos from one place: what they show moves by a homography."""
+
+    def match(self, a, b):
+        points = np.stack(np.meshgrid(np.arange(5, 155, 5), np.arange(5, 115, 5)), -1).reshape(-1, 2)
+        turn = 0.1 * (int(Path(b.name).stem) - int(Path(a.name).stem))
+        H = K @ cv2.Rodrigues(np.array([0, turn, 0]))[0] @ np.linalg.inv(K)
+        moved = cv2.perspectiveTransform(points[None].astype(float), H)[0]
+        inside = np.all((moved > 0) & (moved < [159, 119]), axis=1)
+        found = (x[inside].astype(np.float32) for x in (points, moved, np.ones(len(points))))
+        return Matches(*found, a.size, b.size, a.name, b.name)
+
+
 class Nothing(SyntheticMatcher):
     def match(self, a, b):
         none = np.zeros((0, 2), np.float32)
@@ -445,6 +460,17 @@ def test_images_that_make_no_scene_end_with_a_word(tmp_path, kind, word):
     with pytest.raises(UserError, match=word) as error:
         reconstruct(tmp_path, tmp_path / "out", SfmOptions(threads=1), lambda: kind(None))
     assert "\n" not in str(error.value)
+
+
+def test_photos_from_one_place_make_no_scene(tmp_path):
+    for n in range(3):
+        write_noise(tmp_path / f"{n}.png", n)
+    options = SfmOptions(cameras=GIVEN, threads=1)
+    with pytest.raises(UserError, match="taken from one place"):
+        reconstruct(tmp_path, tmp_path / "out", options, lambda: Turning(None))
+    # With real photos the mapper may find poses, but no point.
+    empty, full = (SimpleNamespace(num_points3D=lambda n=n: n) for n in (0, 5))
+    assert with_points({0: empty, 1: full}) == [full]
 
 
 def test_too_few_images(tmp_path):

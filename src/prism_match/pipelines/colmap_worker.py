@@ -182,9 +182,9 @@ def incremental_models(
             database, ".", folder, options,
             initial_image_pair_callback=registered, next_image_callback=registered,
         )  # fmt: skip
-        if models:
+        if with_points(models):
             break
-    return list(models.values())
+    return with_points(models)
 
 
 def global_models(database: str, folder: Path, refine: bool, threads: int) -> list[Any]:
@@ -194,7 +194,12 @@ def global_models(database: str, folder: Path, refine: bool, threads: int) -> li
     options.num_threads, options.random_seed = threads, SEED
     adjustment = options.mapper.bundle_adjustment
     adjustment.refine_focal_length = adjustment.refine_extra_params = refine
-    return list(pycolmap.global_mapping(database, ".", folder, options).values())
+    return with_points(pycolmap.global_mapping(database, ".", folder, options))
+
+
+def with_points(models: dict[int, Any]) -> list[Any]:
+    """Cameras that have turned but not moved are put anywhere, around no point at all."""
+    return [model for model in models.values() if model.num_points3D()]
 
 
 def count_images(database: str) -> int:
