@@ -31,6 +31,7 @@ from prism_match.evaluation.posed import read_cameras, read_scene
 from prism_match.evaluation.report import Report, Table, shorten
 from prism_match.evaluation.runner import Clock, Run, match_all, progress_bar
 from prism_match.evaluation.triangulate import PosedCamera, triangulate_map
+from prism_match.files import writable_folder
 from prism_match.geometry import camera_centres, rotation_angle
 from prism_match.images import image_size
 from prism_match.matches import Matches
@@ -129,7 +130,10 @@ def rank_photos(scene: Scene, o: Options, top: int) -> dict[str, list[str]]:
             raise UserError(f"{o.pair_list}: no pair of a query and a map photo of {scene.name}")
         return {q: photos[:top] for q, photos in known.items()}
     matcher = replace(o, method="prism").make_matcher(*o.single())
-    return retrieve({n: q.path for n, q in scene.queries.items()}, scene.photos, matcher, top)[0]
+    folder = match_cache(o.run)
+    cache = None if folder is None else writable_folder(folder) / "descriptors.npz"
+    queries = {n: q.path for n, q in scene.queries.items()}
+    return retrieve(queries, scene.photos, matcher, top, cache)[0]
 
 
 def compare(scene: str, found: Localized, truth: np.ndarray) -> Outcome:

@@ -81,8 +81,8 @@ def localize_command(
     """Find the poses of photos in a map.
 
     OUT gets poses.txt (name qw qx qy qz tx ty tz, world to camera, of each photo that has a pose),
-    localization.json (inliers, the map photos used, and why a photo has no pose) and the matches, so that
-    a run that was stopped goes on where it was.
+    localization.json (inliers, the map photos used, and why a photo has no pose) and the matches and
+    descriptors, so that a run that was stopped goes on where it was, and the next one is faster.
 
     \b
     Examples:
@@ -122,7 +122,7 @@ def localize_command(
     map_photos = {name: mapped.path(name) for name in mapped.names}
     broken: dict[Path, str] = {}
     if listed is None:
-        ranked, broken = retrieve(photos, map_photos, matcher, top, progress=True)
+        ranked, broken = retrieve(photos, map_photos, matcher, top, folder / "descriptors.npz", True)
     else:
         ranked = {q: [r for r in listed[q] if r in map_photos][:top] for q in photos}
     for path in map_photos.values():

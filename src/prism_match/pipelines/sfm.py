@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from zipfile import BadZipFile
 
 import numpy as np
 import PIL.Image
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 EXHAUSTIVE_UP_TO = 40  # images; beyond that "auto" retrieves
 PAIR_MODES = ("auto", "exhaustive", "sequential", "retrieval")
 STAGES = "stages.json"  # its presence tells a folder of results
-SECONDS_A_SAVE = 30.0  # of descriptions that a kill can cost
 Mapper = Literal["incremental", "global"]
 
 
@@ -262,39 +260,15 @@ def choose_pairs(
 def retrieve_pairs(
     files: dict[str, Path], cache: Path, neighbours: int, matcher: Matcher, progress: bool
 ) -> tuple[np.ndarray, dict[str, str]]:
-    """Descriptors stay in `cache` by the digest of their image and the weights."""
-    from prism_match.pipelines.retrieval import global_descriptors
+    from prism_match.pipelines.retrieval import describe_files
 
-    known: dict[str, np.ndarray] = {}
-    if cache.is_file():
-        try:
-            with np.load(cache, allow_pickle=False) as stored:
-                known = dict(stored)
-        except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # damaged: as good as not there
-            pass
-    described: dict[str, Any] = {}
-    rows, numbers, broken, saved = [], [], {}, time.monotonic()
-
-    def save() -> None:
-        with atomic_path(cache) as temporary:
-            np.savez(temporary, **described)
-
-    bar = tqdm(files.items(), "describing", unit="image", disable=None if progress else True)
-    for n, (name, path) in enumerate(bar):
-        try:
-            key = f"{file_digest(path)}-{matcher.info.sha256}"
-            described[key] = known[key] if key in known else global_descriptors(matcher, [path])[0]
-            rows.append(described[key])
-            numbers.append(n)
-        except UserError as error:
-            broken[name] = str(error)
-        if time.monotonic() - saved > SECONDS_A_SAVE:
-            save()
-            saved = time.monotonic()
-    save()
-    if len(rows) < 2:
-        return np.zeros((0, 2), np.int64), broken
-    return np.array(numbers)[pairing.nearest(np.stack(rows), neighbours)], broken
+    described, broken = describe_files(matcher, files.values(), cache, progress)
+    told = {name: broken[path] for name, path in files.items() if path in broken}
+    if len(described) < 2:
+        return np.zeros((0, 2), np.int64), told
+    numbers = [n for n, path in enumerate(files.values()) if path in described]
+    rows = np.stack([described[path] for path in files.values() if path in described])
+    return np.array(numbers)[pairing.nearest(rows, neighbours)], told
 
 
 def make_tracks(
