@@ -624,6 +624,17 @@ def test_a_run_that_was_killed_goes_on(scene: Scene, tmp_path: Path) -> None:
             np.testing.assert_array_equal(a.keypoints1, b.keypoints1)
 
 
+def test_another_photo_under_an_old_name_is_matched_again(scene: Scene, tmp_path: Path) -> None:
+    query, photo = tmp_path / "query.png", scene.root / "images" / scene.names[0]
+    counts = []
+    for n in (1, 1, 3):
+        query.write_bytes((scene.root / "images" / scene.names[n]).read_bytes())
+        method = Interrupted(None)
+        list(match_queries({"q": (query, {"r": photo})}, method, Resize(longer=160), tmp_path / "c", Clock()))
+        counts.append(method.matched)
+    assert counts == [1, 0, 1]
+
+
 # ---- files
 
 

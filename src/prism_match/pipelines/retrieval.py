@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from prism_match.errors import UserError
-from prism_match.files import atomic_path
+from prism_match.files import atomic_path, file_digest
 from prism_match.images import ImageLike
 from prism_match.matcher import ImageFeatures, Matcher
-from prism_match.pipelines.store import file_digest
 
 SIZE = 320  # longer side in pixels
 SECONDS_A_SAVE = 30.0  # of describing that a kill can cost

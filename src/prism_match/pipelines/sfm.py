@@ -26,13 +26,13 @@ from prism_match.errors import UserError
 from prism_match.evaluation.pairs import IMAGE_SUFFIXES
 from prism_match.export.colmap import colmap_error, write_database
 from prism_match.export.nerf import write_transforms
-from prism_match.files import atomic_path, short_hash, writable_folder, write_json
+from prism_match.files import atomic_path, file_digest, short_hash, writable_folder, write_json
 from prism_match.images import exif_orientation, image_size, load_image
 from prism_match.pipelines import colmap
 from prism_match.pipelines import pairs as pairing
 from prism_match.pipelines.cameras import CameraOptions, choose_cameras
 from prism_match.pipelines.report import PICTURES, write_report
-from prism_match.pipelines.store import MatchStore, Names, file_digest
+from prism_match.pipelines.store import MatchStore, Names
 from prism_match.pipelines.tracks import (
     SharedKeypoints,
     TrackOptions,
