@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zlib
 from contextlib import closing
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -505,6 +506,8 @@ def test_two_images_are_enough(built, tmp_path):
     options = SfmOptions(cameras=GIVEN, threads=1)
     summary = reconstruct(tmp_path, tmp_path / "out", options, lambda: SyntheticMatcher(scene))
     assert summary["registered"] == 2 and summary["points"] > 100
+    with pytest.raises(UserError, match="the global mapper needs at least 3 images"):
+        reconstruct(tmp_path, tmp_path / "out", replace(options, mapper="global"), lambda: None)
 
 
 def test_a_broken_image_is_left_out(built, tmp_path):

@@ -113,6 +113,8 @@ def reconstruct(
     began = time.perf_counter()
     colmap.require()
     files = find_images(images, out)
+    if options.mapper == "global" and len(files) < 3:  # it has no use for points that two images share
+        raise UserError(f"{images}: the global mapper needs at least 3 images; try --mapper incremental")
     readable = {name: (path, size) for name, path in files.items() if (size := image_size(path))}
     choose_cameras(readable, options.cameras)  # what is wrong with them is told now, not after hours
     writable_folder(out)
