@@ -602,7 +602,7 @@ def test_a_map_of_ours_is_localized_in(tmp_path):
         size = load_image(world.path(name)).size
         scores = np.ones(len(points[0]), np.float32)
         found.append((name, Matches(*(p.astype(np.float32) for p in points), scores, size, size)))
-    for model, images in ((out, None), (out / "sparse" / "0", photos)):
+    for model, images in ((out, None), (out / "sparse", None), (out / "sparse" / "0", photos)):
         world = open_map(model, images, None, 1000.0, None)
         poses = {name: world.pose(name) for name in world.names}
         poses["view2.png"] = localize(Query("q", Path(), world.camera("view1.png")), found, world).T
