@@ -726,8 +726,15 @@ def test_intrinsics_that_are_given_are_used(
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "out" / "localization.json").read_text())["results"][0]
-    assert found["camera"]["model"] == "SIMPLE_RADIAL" and found["camera"]["from"] == "the file given"
+    assert found["camera"]["model"] == "SIMPLE_RADIAL" and found["camera"]["from"] == "the intrinsics given"
     assert list(found["references"]) == [scene.names[1], scene.names[3]]
+    result = invoke(
+        "--map", scene.root, "--queries", queries, "--intrinsics", "149,151,79.5,59.5",
+        "--pair-list", tmp_path / "pairs.txt", "-o", tmp_path / "out", "--min-inliers", 4,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "out" / "localization.json").read_text())["results"][0]
+    assert found["camera"]["params"] == [149, 151, 80, 60]  # COLMAP's pixels
 
 
 @pytest.mark.parametrize("change, reason", [
@@ -741,6 +748,7 @@ def test_intrinsics_that_are_given_are_used(
     ({"--max-error": "-1"}, "--max-error must be positive"),
     ({"--snap": "0"}, "snapping must be positive"),
     ({"--intrinsics": "bad.txt"}, "bad.txt, line 1"),
+    ({"--intrinsics": "1,2,3"}, "neither a file of cameras nor fx,fy,cx,cy (3 numbers instead of 4)"),
     ({"--intrinsics": "others.txt"}, "1 queries are not in it"),
     ({"--pair-list": "others.txt"}, "words, expected a query and a map photo"),
     ({"--pair-list": "pairs.txt"}, "none of the queries is in it"),

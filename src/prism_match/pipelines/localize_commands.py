@@ -22,7 +22,6 @@ from prism_match.cli_options import (
 from prism_match.errors import UserError
 
 if TYPE_CHECKING:
-    from prism_match.cameras import Camera
     from prism_match.pipelines.localize import Query
     from prism_match.pipelines.maps import Map
 
@@ -49,8 +48,11 @@ def localize_command(
         Path("prism-localize")
     ),
     intrinsics: Annotated[
-        Optional[Path],
-        typer.Option(help="File of `name MODEL width height params` lines [EXIF, else the map's camera]."),
+        Optional[str],
+        typer.Option(
+            help="fx,fy,cx,cy for all, or a file of `name MODEL width height params` lines "
+            "[EXIF, else the map's camera]."
+        ),
     ] = None,
     pair_list: Annotated[
         Optional[Path], typer.Option(help="File of `query map_photo` lines [retrieval].")
@@ -89,6 +91,7 @@ def localize_command(
       prism localize --map out-of-prism-sfm --queries new-photos -o out
       prism localize --map sparse/0 --images photos --queries new-photos -o out
       prism localize --map model --images photos --queries q.jpg --intrinsics cameras.txt --top 5
+      prism localize --map model --images photos --queries q.jpg --intrinsics 920,922,506.6,335.4
       prism localize --map rgbd-sequence --queries q.jpg --depth-scale 5000
     """
     from prism_match.cli import make_matcher
@@ -200,14 +203,29 @@ def read_listed(pair_list: Path, photos: dict[str, Path]) -> dict[str, list[str]
     return {q: listed.get(q, []) for q in photos}
 
 
-def read_given(path: Path, photos: dict[str, Path]) -> dict[str, Camera]:
-    from prism_match.cameras import read_camera_list
+def read_given(intrinsics: str, photos: dict[str, Path]) -> dict[str, Query]:
+    """Queries with cameras out of a file, which are for the photos as they are stored, or with the same
+    fx,fy,cx,cy in our pixels for all, as they are shown."""
+    import numpy as np
 
-    given = read_camera_list(path)
-    missing = [q for q in photos if q not in given]
-    if missing:
-        raise UserError(f"{path}: {len(missing)} queries are not in it; the first: {missing[0]}")
-    return given
+    from prism_match.cameras import pinhole, read_camera_list
+    from prism_match.images import image_size
+    from prism_match.pipelines.cameras import check_numbers
+    from prism_match.pipelines.localize import Query
+
+    if Path(intrinsics).is_file():
+        given = read_camera_list(Path(intrinsics))
+        missing = [q for q in photos if q not in given]
+        if missing:
+            raise UserError(f"{intrinsics}: {len(missing)} queries are not in it; the first: {missing[0]}")
+        return {q: Query.stored(q, path, given[q]) for q, path in photos.items()}
+    try:
+        fx, fy, cx, cy = check_numbers(intrinsics.split(","))
+    except ValueError as error:
+        raise UserError(f"{intrinsics}: neither a file of cameras nor fx,fy,cx,cy ({error})") from error
+    K = np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])
+    sizes = {q: image_size(path) for q, path in photos.items()}  # one that cannot be read will fail by name
+    return {q: Query(q, photos[q], pinhole(K, *size)) for q, size in sizes.items() if size is not None}
 
 
 def open_map(
@@ -255,17 +273,17 @@ def open_map(
 
 
 def make_query(
-    name: str, path: Path, given: dict[str, Camera] | None, mapped: Map, ranked: list[str]
+    name: str, path: Path, given: dict[str, Query] | None, mapped: Map, ranked: list[str]
 ) -> tuple[Query, str]:
-    """A query, and where its camera is from: the file given, EXIF, the most similar map photo of the same
+    """A query, and where its camera is from: what was given, EXIF, the most similar map photo of the same
     shape, or a guess."""
     from prism_match.cameras import Camera
     from prism_match.images import image_size
     from prism_match.pipelines.cameras import UNKNOWN_FOCAL, read_exif
     from prism_match.pipelines.localize import Query
 
-    if given is not None:
-        return Query.stored(name, path, given[name]), "the file given"
+    if given is not None and name in given:
+        return given[name], "the intrinsics given"
     size = image_size(path)
     if size is None:
         raise UserError(f"{path}: cannot be read")
