@@ -56,7 +56,7 @@ from prism_match.pipelines.maps import (
     without,
 )
 from prism_match.pipelines.pnp import estimate_camera_pose
-from prism_match.pipelines.query_matching import match_queries
+from prism_match.pipelines.query_matching import match_queries, retrieve
 from prism_match.training.data.rgbd import read_sequence
 
 SIZE = (WIDTH, HEIGHT)
@@ -622,6 +622,20 @@ def test_a_run_that_was_killed_goes_on(scene: Scene, tmp_path: Path) -> None:
         for (name, a), (other, b) in zip(whole[query][0], resumed[query][0], strict=True):
             assert name == other
             np.testing.assert_array_equal(a.keypoints1, b.keypoints1)
+
+
+def test_a_photo_is_not_retrieved_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever way leads to it."""
+    monkeypatch.chdir(tmp_path)
+    rows = np.eye(4, dtype=np.float32)[:3] + 0.1
+    by_name = dict(zip("abc", rows, strict=True))
+    monkeypatch.setattr(
+        "prism_match.pipelines.retrieval.describe_files",
+        lambda matcher, files, *_: ({path: by_name[path.name] for path in files}, {}),
+    )
+    photos = {name: tmp_path / name for name in "abc"}
+    ranked, _ = retrieve({"q": Path("a")}, photos, None, 2)
+    assert sorted(ranked["q"]) == ["b", "c"]
 
 
 def test_another_photo_under_an_old_name_is_matched_again(scene: Scene, tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def retrieve(
         ]
         for q, r in top_pairs(rows[0], rows[1], top + 1).tolist():
             query, photo = asked[q], names[r]
-            if photos[photo] != queries[query] and len(ranked[query]) < top:
+            itself = photos[photo].resolve() == queries[query].resolve()
+            if not itself and len(ranked[query]) < top:
                 ranked[query].append(photo)
     return ranked, broken
 
