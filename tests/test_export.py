@@ -128,6 +128,18 @@ def test_names_that_hloc_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_files_that_are_none_of_hlocs(tmp_path: Path) -> None:
+    path = tmp_path / "matches.h5"
+    with h5py.File(path, "w") as file:  # as our own store has them
+        file["images"] = ["a.jpg"]
+        file.create_group("pairs/a.jpg/b.jpg")
+    with pytest.raises(UserError, match="not a file of hloc's features"):
+        read_features(path)
+    for read in (read_sparse_matches, read_dense_matches):
+        with pytest.raises(UserError, match="not a file of hloc's matches"):
+            list(read(path, ["a.jpg", "b.jpg"]))
+
+
 def test_export_of_single_pairs(tmp_path: Path) -> None:
     files = []
     for n, pair in enumerate([("x/a.jpg", "x/b.jpg"), ("x/b.jpg", "c.jpg")]):

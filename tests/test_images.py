@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from prism_match.errors import UserError
-from prism_match.images import Image, load_image, load_mask, resize
+from prism_match.images import (
+    ORIENTATION,
+    Image,
+    exif_orientation,
+    image_size,
+    load_image,
+    load_mask,
+    resize,
+    to_stored,
+)
 
 RNG = np.random.default_rng(0)
 RGB = RNG.integers(0, 256, (40, 50, 3), dtype=np.uint8)
@@ -175,3 +184,22 @@ def test_resize_keeps_pixel_centres() -> None:
     ramp = np.tile(np.arange(64, dtype=np.float32), (64, 1))
     small = resize(ramp, 32, 32)
     np.testing.assert_allclose(small[0], (np.arange(32) + 0.5) * 2 - 0.5, atol=1e-4)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pixels_as_shown_and_as_stored(orientation: int, tmp_path: Path) -> None:
+    stored = RGB[:, :, 0]
+    exif = PIL.Image.Exif()
+    exif[ORIENTATION] = orientation
+    PIL.Image.fromarray(stored).save(tmp_path / "a.png", exif=exif)
+    assert exif_orientation(tmp_path / "a.png") == orientation
+    shown = load_image(tmp_path / "a.png")
+    assert image_size(tmp_path / "a.png") == shown.size
+    y, x = np.mgrid[: shown.size[1], : shown.size[0]].reshape(2, -1)
+    points, size = to_stored(np.stack([x, y], 1), shown.size, orientation)
+    assert size == (50, 40)
+    np.testing.assert_array_equal(stored[points[:, 1], points[:, 0]], shown.pixels[y, x])
+
+
+def test_what_has_no_size() -> None:
+    assert image_size(Path("nowhere.png")) is None and exif_orientation(Path("nowhere.png")) == 1

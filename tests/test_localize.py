@@ -12,6 +12,8 @@ from pathlib import Path
 import cv2
 import h5py
 import numpy as np
+import PIL.Image
+import PIL.ImageOps
 import pytest
 import typer
 from conftest import needs_shared
@@ -29,6 +31,7 @@ from prism_match.evaluation.pairs import Resize, scale_points
 from prism_match.evaluation.runner import Clock, Run
 from prism_match.evaluation.triangulate import triangulate_map
 from prism_match.geometry import rotation_angle
+from prism_match.images import ORIENTATION
 from prism_match.matches import Matches
 from prism_match.pipelines.localize import (
     Correspondences,
@@ -42,9 +45,18 @@ from prism_match.pipelines.localize import (
     write_poses,
 )
 from prism_match.pipelines.localize_commands import localize_command
-from prism_match.pipelines.maps import DepthMap, ScanMap, SfmMap, read_scan, rigid, snap, without
+from prism_match.pipelines.maps import (
+    DepthMap,
+    ScanMap,
+    SfmMap,
+    read_scan,
+    rigid,
+    snap,
+    stored_orientation,
+    without,
+)
 from prism_match.pipelines.pnp import estimate_camera_pose
-from prism_match.pipelines.query_matching import match_queries
+from prism_match.pipelines.query_matching import match_queries, retrieve
 from prism_match.training.data.rgbd import read_sequence
 
 SIZE = (WIDTH, HEIGHT)
@@ -244,6 +256,59 @@ def test_a_smaller_copy_of_the_photos_will_do(scene: Scene) -> None:
     assert errors(result.T, scene.T[2])[0] < 0.02
     turned = localize(Query("q", Path(), CAMERA), [(scene.names[3], replace(m, size1=(120, 160)))], world)
     assert turned.T is None and "120x160, its camera is for 160x120" in turned.problem
+
+
+def tag(source: Path, target: Path, orientation: int) -> None:
+    """The same pixels, which EXIF tells to turn before they are shown."""
+    exif = PIL.Image.Exif()
+    exif[ORIENTATION] = orientation
+    with PIL.Image.open(source) as image:
+        image.save(target, exif=exif)
+
+
+def as_shown(points: np.ndarray, orientation: int) -> np.ndarray:
+    """n 2: where pixels of the stored photo, which are whole numbers, are shown."""
+    image = PIL.Image.fromarray(np.arange(WIDTH * HEIGHT, dtype=np.int32).reshape(HEIGHT, WIDTH))
+    image.getexif()[ORIENTATION] = orientation
+    shown = np.asarray(PIL.ImageOps.exif_transpose(image))
+    where = np.argsort(shown.ravel())
+    y, x = np.divmod(where, shown.shape[1])
+    u, v = points.astype(int).T
+    return np.stack([x, y], 1)[v * WIDTH + u].astype(np.float32)
+
+
+@pytest.mark.parametrize("orientation", [3, 6, 7, 8])
+def test_photos_that_exif_turns(scene: Scene, sequence: Path, orientation: int, tmp_path: Path) -> None:
+    """Maps have the pixels of the stored file, matches those that are shown."""
+    size = SIZE if orientation < 5 else SIZE[::-1]
+    frames = {f.image.name: f for f in read_sequence(sequence)}
+    found = []
+    for n in (1, 3):
+        name = f"{n}.color.png"
+        tag(frames[name].image, tmp_path / scene.names[n], orientation)
+        frames[name] = replace(frames[name], image=tmp_path / scene.names[n])
+        m = true_matches(scene, n, 2).swap()
+        found.append((n, replace(m, keypoints1=as_shown(m.keypoints1, orientation), size1=size)))
+    model = read_model(scene.root)
+    for world, names in ((SfmMap(model, tmp_path), scene.names), (DepthMap(frames, 5000), list(frames))):
+        matches = [(names[n], m) for n, m in found]
+        shift, turn = errors(
+            localize(Query("q", Path(), CAMERA), matches, world, threshold=2.0).T, scene.T[2]
+        )
+        assert shift < 0.01 and turn < 0.1
+    # And a query whose camera is that of its file.
+    query = Query.stored("q", tmp_path / scene.names[1], CAMERA)
+    m = true_matches(scene, 1, 3)
+    m = replace(m, keypoints0=as_shown(m.keypoints0, orientation), size0=size)
+    result = localize(query, [(scene.names[3], m)], SfmMap(model, scene.root / "images"), threshold=2.0)
+    assert errors(result.T, scene.T[1])[0] < 0.02
+
+
+def test_a_camera_for_the_photo_as_it_is_shown(scene: Scene, tmp_path: Path) -> None:
+    tag(scene.root / "images" / scene.names[0], tmp_path / "a.png", 6)
+    assert stored_orientation(tmp_path / "a.png", CAMERA) == 6
+    assert stored_orientation(tmp_path / "a.png", CAMERA.resized(320, 240)) == 6
+    assert stored_orientation(tmp_path / "a.png", pinhole(K, *SIZE[::-1])) == 1
 
 
 def test_a_photo_leaves_a_model_with_its_points(scene: Scene) -> None:
@@ -559,6 +624,31 @@ def test_a_run_that_was_killed_goes_on(scene: Scene, tmp_path: Path) -> None:
             np.testing.assert_array_equal(a.keypoints1, b.keypoints1)
 
 
+def test_a_photo_is_not_retrieved_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever way leads to it."""
+    monkeypatch.chdir(tmp_path)
+    rows = np.eye(4, dtype=np.float32)[:3] + 0.1
+    by_name = dict(zip("abc", rows, strict=True))
+    monkeypatch.setattr(
+        "prism_match.pipelines.retrieval.describe_files",
+        lambda matcher, files, *_: ({path: by_name[path.name] for path in files}, {}),
+    )
+    photos = {name: tmp_path / name for name in "abc"}
+    ranked, _ = retrieve({"q": Path("a")}, photos, None, 2)
+    assert sorted(ranked["q"]) == ["b", "c"]
+
+
+def test_another_photo_under_an_old_name_is_matched_again(scene: Scene, tmp_path: Path) -> None:
+    query, photo = tmp_path / "query.png", scene.root / "images" / scene.names[0]
+    counts = []
+    for n in (1, 1, 3):
+        query.write_bytes((scene.root / "images" / scene.names[n]).read_bytes())
+        method = Interrupted(None)
+        list(match_queries({"q": (query, {"r": photo})}, method, Resize(longer=160), tmp_path / "c", Clock()))
+        counts.append(method.matched)
+    assert counts == [1, 0, 1]
+
+
 # ---- files
 
 
@@ -650,8 +740,15 @@ def test_intrinsics_that_are_given_are_used(
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "out" / "localization.json").read_text())["results"][0]
-    assert found["camera"]["model"] == "SIMPLE_RADIAL" and found["camera"]["from"] == "the file given"
+    assert found["camera"]["model"] == "SIMPLE_RADIAL" and found["camera"]["from"] == "the intrinsics given"
     assert list(found["references"]) == [scene.names[1], scene.names[3]]
+    result = invoke(
+        "--map", scene.root, "--queries", queries, "--intrinsics", "149,151,79.5,59.5",
+        "--pair-list", tmp_path / "pairs.txt", "-o", tmp_path / "out", "--min-inliers", 4,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "out" / "localization.json").read_text())["results"][0]
+    assert found["camera"]["params"] == [149, 151, 80, 60]  # COLMAP's pixels
 
 
 @pytest.mark.parametrize("change, reason", [
@@ -661,9 +758,11 @@ def test_intrinsics_that_are_given_are_used(
     ({"--queries": "empty"}, "no photos in this folder"),
     ({"--images": "nowhere"}, "nowhere: no such folder"),
     ({"--top": "0"}, "--top must be at least 1"),
+    ({"--batch": "0"}, "--batch must be at least 1"),
     ({"--max-error": "-1"}, "--max-error must be positive"),
     ({"--snap": "0"}, "snapping must be positive"),
     ({"--intrinsics": "bad.txt"}, "bad.txt, line 1"),
+    ({"--intrinsics": "1,2,3"}, "neither a file of cameras nor fx,fy,cx,cy (3 numbers instead of 4)"),
     ({"--intrinsics": "others.txt"}, "1 queries are not in it"),
     ({"--pair-list": "others.txt"}, "words, expected a query and a map photo"),
     ({"--pair-list": "pairs.txt"}, "none of the queries is in it"),

@@ -9,15 +9,17 @@ import subprocess
 import sys
 import zlib
 from contextlib import closing
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
 import PIL.Image
 import pytest
 from conftest import ASSETS, needs_shared
-from synthetic_matcher import SyntheticMatcher, make_photos, write_noise
+from synthetic_matcher import SyntheticMatcher, make_photos, true_matches, write_noise
 from synthetic_scene import K
 from typer.testing import CliRunner
 
@@ -27,10 +29,13 @@ from prism_match.evaluation.posed import camera_matrices
 from prism_match.export.colmap import export_colmap
 from prism_match.export.nerf import camera_to_world, intrinsics
 from prism_match.geometry import align_similarity, rotation_angle
-from prism_match.images import load_image, write_png
+from prism_match.images import ORIENTATION, load_image, write_png
 from prism_match.matches import Matches
 from prism_match.pipelines import colmap
 from prism_match.pipelines.cameras import CameraOptions, choose_cameras, read_exif
+from prism_match.pipelines.colmap_worker import with_points
+from prism_match.pipelines.localize import Query, localize
+from prism_match.pipelines.localize_commands import open_map
 from prism_match.pipelines.report import camera_centres, draw_match_graph, draw_top_view
 from prism_match.pipelines.sfm import PairOptions, SfmOptions, find_images, reconstruct, upright_copies
 from prism_match.pipelines.store import MatchStore
@@ -243,6 +248,17 @@ def test_a_worker_that_dies_is_told_in_a_line(monkeypatch, tmp_path):
         colmap.run("verify", database="x")
 
 
+def test_a_worker_ends_with_its_caller(built, tmp_path):
+    """As when the caller is killed: its end of the pipe is closed."""
+    job = {"job": "reconstruct", "database": str(built[2] / "database.db"), "tracks": None, "threads": 1,
+           "out": str(tmp_path / "sparse"), "mapper": "global", "refine_intrinsics": False}  # fmt: skip
+    process = subprocess.run(
+        [sys.executable, "-m", colmap.WORKER], input=json.dumps(job) + "\n", capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert process.returncode == 1 and not process.stdout and not (tmp_path / "sparse" / "0").exists()
+
+
 def test_an_error_of_colmap_is_told_in_a_line(tmp_path):
     with pytest.raises(UserError) as error:
         colmap.run("verify", database=str(tmp_path / "none" / "x.db"), max_error=4.0)
@@ -303,6 +319,33 @@ def test_export_into_an_existing_database(built, tmp_path):
     after = tables(database)
     assert after["cameras"] == before["cameras"]  # they stay those of the database
     assert all(np.array_equal(after["keypoints"][k], v) for k, v in before["keypoints"].items())
+
+
+def test_export_of_photos_that_exif_turns(built, tmp_path):
+    """COLMAP has the pixels as they are stored."""
+    _, folder, out, _ = built
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    exif = PIL.Image.Exif()
+    for n, path in enumerate(sorted(folder.iterdir())):
+        exif[ORIENTATION] = (6, 3)[n] if n < 2 else 1
+        with PIL.Image.open(path) as image:
+            image.save(photos / path.name, exif=exif)
+    export_colmap(out / "matches.h5", tmp_path / "shown.db")
+    export_colmap(out / "matches.h5", tmp_path / "stored.db", images=photos)
+    shown, stored = (tables(tmp_path / f"{n}.db") for n in ("shown", "stored"))
+    x, y = shown["keypoints"]["view0.png"][:, 0], shown["keypoints"]["view0.png"][:, 1]
+    np.testing.assert_allclose(stored["keypoints"]["view0.png"], np.stack([y, 160 - x], 1), atol=1e-4)
+    np.testing.assert_allclose(
+        stored["keypoints"]["view1.png"], [160, 120] - shown["keypoints"]["view1.png"], atol=1e-4
+    )
+    np.testing.assert_array_equal(stored["keypoints"]["view2.png"], shown["keypoints"]["view2.png"])
+    with pytest.raises(UserError, match="view0.png is 120x160 in this database, .* tell with --images"):
+        export_colmap(out / "matches.h5", tmp_path / "stored.db", overwrite=True)
+    (photos / "view4.png").unlink()
+    with pytest.raises(UserError, match="view4.png: no such image"):
+        export_colmap(out / "matches.h5", tmp_path / "new.db", images=photos)
+    assert not (tmp_path / "new.db").exists()
 
 
 def test_export_from_the_command_line(built, tmp_path):
@@ -384,6 +427,19 @@ class Identical(SyntheticMatcher):
         return Matches(points, points, np.ones(len(points), np.float32), a.size, b.size, a.name, b.name)
 
 
+class Turning(SyntheticMatcher):
+    """Photos from one place: what they show moves by a homography."""
+
+    def match(self, a, b):
+        points = np.stack(np.meshgrid(np.arange(5, 155, 5), np.arange(5, 115, 5)), -1).reshape(-1, 2)
+        turn = 0.1 * (int(Path(b.name).stem) - int(Path(a.name).stem))
+        H = K @ cv2.Rodrigues(np.array([0, turn, 0]))[0] @ np.linalg.inv(K)
+        moved = cv2.perspectiveTransform(points[None].astype(float), H)[0]
+        inside = np.all((moved > 0) & (moved < [159, 119]), axis=1)
+        found = (x[inside].astype(np.float32) for x in (points, moved, np.ones(len(points))))
+        return Matches(*found, a.size, b.size, a.name, b.name)
+
+
 class Nothing(SyntheticMatcher):
     def match(self, a, b):
         none = np.zeros((0, 2), np.float32)
@@ -406,6 +462,17 @@ def test_images_that_make_no_scene_end_with_a_word(tmp_path, kind, word):
     assert "\n" not in str(error.value)
 
 
+def test_photos_from_one_place_make_no_scene(tmp_path):
+    for n in range(3):
+        write_noise(tmp_path / f"{n}.png", n)
+    options = SfmOptions(cameras=GIVEN, threads=1)
+    with pytest.raises(UserError, match="taken from one place"):
+        reconstruct(tmp_path, tmp_path / "out", options, lambda: Turning(None))
+    # With real photos the mapper may find poses, but no point.
+    empty, full = (SimpleNamespace(num_points3D=lambda n=n: n) for n in (0, 5))
+    assert with_points({0: empty, 1: full}) == [full]
+
+
 def test_too_few_images(tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         find_images(tmp_path / "none", tmp_path / "out")
@@ -421,6 +488,16 @@ def test_too_few_images(tmp_path):
     assert list(find_images(tmp_path, tmp_path / "out")) == ["a.png", "sub/b.PNG"]
 
 
+def test_results_of_earlier_runs_are_no_photos(tmp_path):
+    for name in ("a.png", "b/c.png", "b/top_view.png", "old/stages.json", "old/images/a.png", "top_view.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        write_noise(tmp_path / name, 0) if name.endswith("png") else (tmp_path / name).write_text("{}")
+    photos = ["a.png", "b/c.png", "b/top_view.png"]
+    assert list(find_images(tmp_path, tmp_path / "new")) == photos
+    (tmp_path / "stages.json").write_text("{}")  # the results go where the photos are
+    assert list(find_images(tmp_path, tmp_path)) == photos
+
+
 def test_two_images_are_enough(built, tmp_path):
     scene, folder, _, _ = built
     for n in (1, 4):
@@ -428,6 +505,8 @@ def test_two_images_are_enough(built, tmp_path):
     options = SfmOptions(cameras=GIVEN, threads=1)
     summary = reconstruct(tmp_path, tmp_path / "out", options, lambda: SyntheticMatcher(scene))
     assert summary["registered"] == 2 and summary["points"] > 100
+    with pytest.raises(UserError, match="the global mapper needs at least 3 images"):
+        reconstruct(tmp_path, tmp_path / "out", replace(options, mapper="global"), lambda: None)
 
 
 def test_a_broken_image_is_left_out(built, tmp_path):
@@ -501,7 +580,55 @@ def test_turned_photos_get_upright_copies(tmp_path):
     assert upright_copies(straight, tmp_path / "none") == straight and not (tmp_path / "none").exists()
 
 
+def test_a_map_of_ours_is_localized_in(tmp_path):
+    """Turned by EXIF, too: the model has the pixels that are shown, and knows where its photos are."""
+    scene, folder, matcher = make_photos(tmp_path / "scene", 6)
+    photos, out = tmp_path / "photos", tmp_path / "map"
+    photos.mkdir()
+    exif = PIL.Image.Exif()
+    exif[ORIENTATION] = 3  # half a turn, which no size tells
+    for name in scene.names:
+        with PIL.Image.open(folder / name) as image:
+            image.save(photos / name, exif=exif)
+    query = photos / "view2.png"
+    query.rename(tmp_path / "query.png")
+    reconstruct(photos, out, SfmOptions(cameras=GIVEN, threads=1), lambda: matcher)
+    world = open_map(out, None, None, 1000.0, None)
+    assert world.image_dir.resolve() == photos.resolve() and len(world.names) == 5
+    found = []
+    for name in ("view1.png", "view3.png"):
+        points = true_matches(scene, 2, scene.names.index(name))
+        size = load_image(world.path(name)).size
+        scores = np.ones(len(points[0]), np.float32)
+        found.append((name, Matches(*(p.astype(np.float32) for p in points), scores, size, size)))
+    for model, images in ((out, None), (out / "sparse", None), (out / "sparse" / "0", photos)):
+        world = open_map(model, images, None, 1000.0, None)
+        poses = {name: world.pose(name) for name in world.names}
+        poses["view2.png"] = localize(Query("q", Path(), world.camera("view1.png")), found, world).T
+        centres, angles, _, _ = pose_errors(scene, poses)
+        assert centres.max() < 0.02 and angles.max() < 1
+    shutil.rmtree(photos)  # but for the upright copies
+    assert open_map(out / "sparse" / "0", None, None, 1000.0, None).image_dir == out / "images"
+    shutil.rmtree(out / "images")
+    with pytest.raises(UserError, match="tell with --images where"):
+        open_map(out, None, None, 1000.0, None)
+
+
+def test_bad_intrinsics_are_told_before_anything_is_matched(built, tmp_path):
+    folder = built[1]
+    lines = tmp_path / "cameras.txt"
+    lines.write_text("view0.png 150 150 79.5 59.5\n")
+    for given, reason in (("150,150", "2 numbers instead of 4"), (str(lines), "no line for view1.png")):
+        options = SfmOptions(cameras=CameraOptions(intrinsics=given))
+        with pytest.raises(UserError, match=reason):
+            reconstruct(folder, tmp_path / "out", options, lambda: pytest.fail("a matcher was made"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_options_that_make_no_sense():
+    for bad in ({"batch_size": 0}, {"features_gib": -1.0}, {"threads": 0}):
+        with pytest.raises(UserError):
+            SfmOptions(**bad)
     for bad in ({"mode": "some"}, {"window": 0}, {"neighbours": 0}):
         with pytest.raises(UserError):
             PairOptions(**bad)

@@ -86,7 +86,7 @@ class Model:
 
 
 def read_model(path: Path | str) -> Model:
-    """Reads `cameras`, `images` and `points3D` (`.bin` or `.txt`) from `path` or `path/sparse[/0]`.
+    """Reads `cameras`, `images` and `points3D` (`.bin` or `.txt`) from `path` or `path[/sparse][/0]`.
 
     Raises UserError with one line naming the file that is missing or damaged.
     """
@@ -115,7 +115,7 @@ def is_model(path: Path) -> bool:
 
 
 def _find(path: Path) -> tuple[Path, str] | None:
-    for folder in (path, path / "sparse", path / "sparse" / "0"):
+    for folder in (path, path / "0", path / "sparse", path / "sparse" / "0"):
         for suffix in (".bin", ".txt"):
             if (folder / f"images{suffix}").is_file():
                 return folder, suffix

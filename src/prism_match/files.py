@@ -54,6 +54,14 @@ def writable_folder(path: str | Path) -> Path:
     return path
 
 
+def file_digest(path: Path) -> str:
+    """Of the contents, so that a copy elsewhere is known as the same image."""
+    try:
+        return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
 def short_hash(value: Any) -> str:
     """Of anything that JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

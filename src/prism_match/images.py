@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 ImageLike: TypeAlias = "str | os.PathLike[str] | PIL.Image.Image | np.ndarray | torch.Tensor | Image"
 
 SMALLEST = 32  # pixels a side
+ORIENTATION = 0x0112  # the EXIF tag
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,42 @@ def decode(opened: PIL.Image.Image, name: str) -> np.ndarray:
     if image.mode == "F":
         return to_pixels(np.asarray(image), name)
     return np.asarray(image.convert("RGB"))
+
+
+def image_size(path: Path) -> tuple[int, int] | None:
+    """Width, height as it is shown, without decoding it; None: cannot be read."""
+    import PIL.Image
+
+    try:
+        with PIL.Image.open(path) as image:
+            size = image.size
+    except (OSError, ValueError, SyntaxError):
+        return None
+    return size[::-1] if exif_orientation(path) >= 5 else size
+
+
+def exif_orientation(path: Path) -> int:
+    """1 to 8, as EXIF numbers them; 1: shown as it is stored. Of what cannot be read, too."""
+    import PIL.Image
+
+    try:
+        with PIL.Image.open(path) as image:
+            orientation = image.getexif().get(ORIENTATION, 1)
+    except (OSError, ValueError, SyntaxError):
+        return 1
+    return orientation if orientation in range(2, 9) else 1
+
+
+def to_stored(
+    points: np.ndarray, size: tuple[int, int], orientation: int
+) -> tuple[np.ndarray, tuple[int, int]]:
+    """points: n 2, pixels of a photo of `size` (width, height) as it is shown -> those of the photo as it is
+    stored, before EXIF turns it, and its size there."""
+    if orientation >= 5:
+        points, size = points[:, ::-1], size[::-1]
+    # What is mirrored, along x and y of the stored photo.
+    flips = np.array([orientation in (2, 3, 7, 8), orientation in (3, 4, 6, 7)])
+    return np.where(flips, np.array(size) - 1 - points, points).astype(points.dtype), size
 
 
 def channels_last(tensor: Any) -> np.ndarray:

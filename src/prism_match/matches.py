@@ -255,4 +255,5 @@ def _load_h5(path: Path) -> Matches:
     import h5py
 
     with h5py.File(path, "r") as file:
-        return _from_arrays({k: v[()] for k, v in file.items()} | dict(file.attrs))
+        arrays = {k: v[()] for k, v in file.items() if isinstance(v, h5py.Dataset)}
+        return _from_arrays(arrays | dict(file.attrs))

@@ -24,6 +24,7 @@ DAMPING = 3e-3  # on the normal equations: along an edge nothing is known
 LONGEST = 0.7  # pixels, of one step
 NEIGHBOURS = 12  # matches that tell how image 1 is stretched and turned against image 0
 FEWEST = NEIGHBOURS + 1
+MISFIT = 2.0  # pixels by which a neighbour that counts half does not fit
 AT_ONCE = 2048  # matches
 
 
@@ -68,9 +69,10 @@ def _climb(first: Tensor, second: Tensor, points0: Tensor, points1: Tensor, stre
     return torch.where(sure[:, None], best, points1)
 
 
-def local_affine(points0: Tensor, points1: Tensor) -> Tensor:
+def local_affine(points0: Tensor, points1: Tensor, rounds: int = 0) -> Tensor:
     """n 2 2: how the offsets of each point's neighbours in image 0 become their offsets in image 1, by least
-    squares; the identity where there are too few or they do not agree."""
+    squares; the identity where there are too few or they do not agree. rounds: of weighing neighbours anew
+    by how well they fit, where matches are not all good."""
     identity = torch.eye(2, device=points0.device, dtype=points0.dtype)
     if len(points0) < FEWEST:
         return identity.expand(len(points0), 2, 2)
@@ -79,14 +81,25 @@ def local_affine(points0: Tensor, points1: Tensor) -> Tensor:
         distance = torch.cdist(points0[part], points0)
         near = distance.topk(NEIGHBOURS + 1, dim=1, largest=False).indices[:, 1:]
         d0, d1 = (p[near] - p[part, None] for p in (points0, points1))  # m k 2
-        a, b, c = (d0[..., 0] ** 2).sum(1), (d0[..., 0] * d0[..., 1]).sum(1), (d0[..., 1] ** 2).sum(1)
-        inverse = torch.stack([c, -b, -b, a], 1) / (a * c - b * b).clamp(min=1e-3)[:, None]
-        affine = torch.einsum("nki,nkj->nij", d1, d0) @ inverse.view(-1, 2, 2)
-        error = (d1 - d0 @ affine.mT).norm(dim=2).mean(1)
+        weight = torch.ones_like(d0[..., 0])
+        for n in range(rounds + 1):
+            affine = _linear_fit(d0, d1, weight)
+            rest = (d1 - d0 @ affine.mT).norm(dim=2)
+            if n < rounds:
+                weight = 1 / (1 + (rest / MISFIT).square())
+        error = (rest * weight).sum(1) / weight.sum(1)
         turned = affine[:, 0, 0] * affine[:, 1, 1] - affine[:, 0, 1] * affine[:, 1, 0]
         sound = (error < 0.2 * d0.norm(dim=2).mean(1)) & (turned > 1 / 16) & (turned < 16)
         rows.append(torch.where(sound[:, None, None], affine, identity))
     return torch.cat(rows)
+
+
+def _linear_fit(d0: Tensor, d1: Tensor, weight: Tensor) -> Tensor:
+    """m 2 2: what takes d0 to d1 (m k 2) by least squares; weight: m k."""
+    weighed = d0 * weight[..., None]
+    (a, b), (_, c) = torch.einsum("nki,nkj->ijn", weighed, d0)
+    inverse = torch.stack([c, -b, -b, a], 1) / (a * c - b * b).clamp(min=1e-3)[:, None]
+    return torch.einsum("nki,nkj->nij", d1, weighed) @ inverse.view(-1, 2, 2)
 
 
 def sample(maps: Tensor, points: Tensor) -> Tensor:

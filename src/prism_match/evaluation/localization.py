@@ -27,11 +27,13 @@ from prism_match.errors import UserError
 from prism_match.evaluation.methods import Method, Sift
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
 from prism_match.evaluation.pairs import Resize, choose
-from prism_match.evaluation.posed import image_size, read_cameras, read_scene
+from prism_match.evaluation.posed import read_cameras, read_scene
 from prism_match.evaluation.report import Report, Table, shorten
 from prism_match.evaluation.runner import Clock, Run, match_all, progress_bar
 from prism_match.evaluation.triangulate import PosedCamera, triangulate_map
+from prism_match.files import writable_folder
 from prism_match.geometry import camera_centres, rotation_angle
+from prism_match.images import image_size
 from prism_match.matches import Matches
 from prism_match.pipelines.localize import Localized, Query, localize, read_poses, read_retrieval
 from prism_match.pipelines.maps import DepthMap, Map, SfmMap, without
@@ -128,7 +130,10 @@ def rank_photos(scene: Scene, o: Options, top: int) -> dict[str, list[str]]:
             raise UserError(f"{o.pair_list}: no pair of a query and a map photo of {scene.name}")
         return {q: photos[:top] for q, photos in known.items()}
     matcher = replace(o, method="prism").make_matcher(*o.single())
-    return retrieve({n: q.path for n, q in scene.queries.items()}, scene.photos, matcher, top)[0]
+    folder = match_cache(o.run)
+    cache = None if folder is None else writable_folder(folder) / "descriptors.npz"
+    queries = {n: q.path for n, q in scene.queries.items()}
+    return retrieve(queries, scene.photos, matcher, top, cache)[0]
 
 
 def compare(scene: str, found: Localized, truth: np.ndarray) -> Outcome:
@@ -243,7 +248,7 @@ def read_calibrated_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
     def map_without(query: str) -> Map:
         others = [c for name, c in cameras.items() if name != query]
         model = triangulate_map(others, {k: v for k, v in matches.items() if query not in k}, folder)
-        return SfmMap(model, folder / "images", o.snap)
+        return SfmMap(model, folder / "images", o.snap, as_shown=True)
 
     photos = {name: folder / "images" / name for name in cameras}
     queries = {name: Query(name, photos[name], camera) for name, camera, _ in cameras.values()}
@@ -260,7 +265,7 @@ def read_sequence_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
     if len(frames) < 2:
         raise UserError(f"{folder}: {len(frames)} frames that can be used, at least 2 are needed")
     world = DepthMap(frames, o.depth_scale)
-    queries = {name: Query(name, world.path(name), world.camera(name)) for name in frames}
+    queries = {name: Query.stored(name, world.path(name), world.camera(name)) for name in frames}
     photos = {name: world.path(name) for name in frames}
     return Scene(
         folder.name,
@@ -281,7 +286,7 @@ def read_model_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
         cameras = {n: c for n, c in read_camera_list(folder / "queries.txt").items() if n in truth}
         if not cameras:
             raise UserError(f"{folder / 'poses.txt'}: none of the queries of queries.txt is in it")
-        queries = {name: Query(name, images / name, camera) for name, camera in cameras.items()}
+        queries = {name: Query.stored(name, images / name, camera) for name, camera in cameras.items()}
         return Scene(folder.name, photos, queries, truth, lambda _: whole)
 
     @lru_cache(maxsize=2)
@@ -289,5 +294,5 @@ def read_model_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
         return SfmMap(without(model, query), images, whole.radius)
 
     truth = {name: whole.pose(name) for name in whole.names}
-    queries = {name: Query(name, photos[name], whole.camera(name)) for name in whole.names}
+    queries = {name: Query.stored(name, photos[name], whole.camera(name)) for name in whole.names}
     return Scene(folder.name, photos, queries, truth, map_without)

@@ -11,6 +11,7 @@ import numpy as np
 from prism_match.errors import UserError
 from prism_match.evaluation.megadepth import relative_pose
 from prism_match.evaluation.pairs import PosePair, Resize, scaling
+from prism_match.images import image_size
 
 WIDEST = 45.0  # degrees between the optical axes of two cameras that are matched with each other
 
@@ -70,18 +71,6 @@ def resized_frames(pair: PosePair, resizing: Resize) -> PosePair:
     frames = resizing(sizes[0]), resizing(sizes[1])
     K0, K1 = scaling(sizes[0], frames[0]) @ pair.K0, scaling(sizes[1], frames[1]) @ pair.K1
     return replace(pair, K0=K0, K1=K1, frame0=frames[0], frame1=frames[1])
-
-
-def image_size(path: Path) -> tuple[int, int] | None:
-    """Width, height as it is shown, without decoding it."""
-    import PIL.Image
-
-    try:
-        with PIL.Image.open(path) as image:
-            turned = image.getexif().get(0x0112, 1) >= 5  # EXIF orientation
-            return image.size[::-1] if turned else image.size
-    except (OSError, ValueError):
-        return None
 
 
 def read_calibrated(root: str | Path) -> list[PosePair]:

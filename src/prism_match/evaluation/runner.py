@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,7 +22,7 @@ from prism_match.errors import UserError
 from prism_match.evaluation.methods import ImagePair, Method
 from prism_match.evaluation.metrics import auc
 from prism_match.evaluation.pairs import Pair, Resize, name_apart, scale_points
-from prism_match.files import atomic_path, short_hash, writable_folder, write_json
+from prism_match.files import atomic_path, file_digest, short_hash, writable_folder, write_json
 from prism_match.images import Image, load_image, resize
 from prism_match.matches import Matches
 
@@ -263,6 +264,7 @@ class MatchStore:
 
     def __init__(self, folder: Path | None, settings: dict[str, Any]):
         self.folder = None
+        self._digest = lru_cache(maxsize=None)(lambda image, changed: file_digest(image))
         if folder is not None:
             self.folder = writable_folder(folder / f"{Path(settings['method']).name}-{short_hash(settings)}")
             write_json(self.folder / "settings.json", settings)
@@ -281,8 +283,15 @@ class MatchStore:
             matches.save(path)
 
     def _path(self, pair: Pair) -> Path | None:
-        key = short_hash([str(pair.image0.resolve()), str(pair.image1.resolve())])
-        return self.folder / f"{key}.npz" if self.folder else None
+        """Another photo under an old name has no matches yet. None: nothing is kept."""
+        if self.folder is None:
+            return None
+        images = [image.resolve() for image in (pair.image0, pair.image1)]
+        try:
+            known = [[str(image), self._digest(image, image.stat().st_mtime_ns)] for image in images]
+        except (OSError, UserError):  # it will be told when they are read
+            return None
+        return self.folder / f"{short_hash(known)}.npz"
 
 
 class Journal:

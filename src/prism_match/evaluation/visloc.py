@@ -16,11 +16,11 @@ from prism_match.errors import UserError
 from prism_match.evaluation.localization import match_cache, pnp_backend
 from prism_match.evaluation.options import Options
 from prism_match.evaluation.pairs import Resize, choose
-from prism_match.evaluation.posed import image_size
 from prism_match.evaluation.published import LOCALIZATION
 from prism_match.evaluation.report import Report, Table, shorten
 from prism_match.evaluation.runner import Clock
 from prism_match.files import writable_folder
+from prism_match.images import image_size
 from prism_match.pipelines.localize import Query, localize, read_retrieval, with_fallback, write_poses
 from prism_match.pipelines.maps import Map, ScanMap, SfmMap
 from prism_match.pipelines.query_matching import match_queries
@@ -44,7 +44,7 @@ def aachen(o: Options) -> Report:
         raise UserError(f"{root / '3D-models'}: no COLMAP model here")
     ranked = read_retrieval(pair_list(o))
     cameras = {n: c for path in lists for n, c in read_camera_list(path).items()}
-    queries = {n: Query(n, images / n, c) for n, c in cameras.items() if n in ranked}
+    queries = {n: Query.stored(n, images / n, c) for n, c in cameras.items() if n in ranked}
     world = SfmMap(read_model(model), images, o.snap)
     return submission(o, "aachen", queries, ranked, world, threshold=12.0)
 

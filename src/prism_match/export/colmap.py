@@ -5,12 +5,14 @@ from __future__ import annotations
 import sqlite3
 import tempfile
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from prism_match.errors import UserError
 from prism_match.files import atomic_path
+from prism_match.images import exif_orientation, to_stored
 from prism_match.pipelines import colmap
 from prism_match.pipelines.cameras import CameraOptions, Cameras, choose_cameras
 from prism_match.pipelines.store import MatchStore
@@ -32,23 +34,38 @@ def export_colmap(
 ) -> dict[str, int]:
     """Matches of a store into a database, new or existing, with keypoints that all pairs of an image share.
 
-    images: the folder they are in, for the focal lengths in their EXIF. verify: also check every pair by
-    its geometry. overwrite: replace keypoints and matches that are there. Returns the numbers of images,
+    images: the folder they are in, for what their EXIF tells: focal lengths, and which of them are shown
+    turned, since COLMAP has the pixels of the files as they are stored. verify: also check every pair by its
+    geometry. overwrite: replace keypoints and matches that are there. Returns the numbers of images,
     keypoints and matches in the database."""
     store = MatchStore(matches)
     if not store.pairs:
         raise UserError(f"{matches}: there are no matches in it")
-    files = {
-        name: (images / name if images is not None else None, entry.size)
-        for name, entry in store.images.items()
-    }
+    files: dict[str, tuple[Path | None, tuple[int, int]]] = {}
+    for name, entry in store.images.items():
+        file = None if images is None else images / name
+        if file is not None and not file.is_file():
+            raise UserError(f"{file}: no such image; {matches} has matches of it")
+        files[name] = file, as_stored(np.empty((0, 2)), entry.size, file)[1]
     chosen = choose_cameras(files, cameras or CameraOptions())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tracks.h5"
-        save_tracks(path, share_keypoints(store.load_all(), tracks, store.scales))
+        shared = share_keypoints(store.load_all(), tracks, store.scales)
+        keypoints = {
+            name: replace(k, xy=as_stored(k.xy, store.images[name].size, files[name][0])[0])
+            for name, k in shared.keypoints.items()
+        }
+        save_tracks(path, replace(shared, keypoints=keypoints))
         return write_database(
             path, database, chosen, verify=colmap_error(store) if verify else None, overwrite=overwrite
         )[0]
+
+
+def as_stored(
+    points: np.ndarray, size: tuple[int, int], file: Path | None
+) -> tuple[np.ndarray, tuple[int, int]]:
+    """n 2 and a size, of an image as it is shown, in its file before EXIF turns it."""
+    return to_stored(points, size, 1 if file is None else exif_orientation(file))
 
 
 def write_database(

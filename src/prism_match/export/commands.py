@@ -38,7 +38,7 @@ def colmap(
     matches: Annotated[Path, typer.Argument(help="A matches.h5.", show_default=False)],
     out: Annotated[Path, typer.Option("-o", "--out", help="The database, new or existing.")],
     images: Annotated[
-        Optional[Path], typer.Option(help="Folder of the photos, for the focal lengths in their EXIF.")
+        Optional[Path], typer.Option(help="Folder of the photos, for focal lengths and turns in their EXIF.")
     ] = None,
     cameras: SharingOption = Sharing.auto,
     camera_model: ModelOption = "SIMPLE_RADIAL",

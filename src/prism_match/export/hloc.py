@@ -74,6 +74,8 @@ def read_features(path: Path) -> dict[str, Features]:
 
     with _opened(path) as file:
         file.visititems(visit)
+    if not found:
+        raise UserError(f"{path}: not a file of hloc's features (no key points in it)")
     return found
 
 
@@ -131,6 +133,8 @@ def _pairs(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, h5py.Group
     full = full_names(names)
     with _opened(path) as file:
         for first, seconds in file.items():
+            if not isinstance(seconds, h5py.Group):
+                raise UserError(f"{path}: not a file of hloc's matches (no pairs of images in it)")
             for second, group in seconds.items():
                 unknown = [n for n in (first, second) if n not in full]
                 if unknown:

@@ -39,7 +39,7 @@ def run(job: str, on_event: Callable[[str], None] | None = None, **arguments: An
             message = _talk(process, json.dumps({"job": job, **arguments}), on_event)
         finally:
             process.kill()  # it has ended, or whoever waits for it has been interrupted
-            process.wait()
+            process.communicate()
         log.seek(0)
         if "error" in message:
             raise UserError(message["error"])
@@ -52,8 +52,8 @@ def _talk(process: subprocess.Popen[str], job: str, on_event: Callable[[str], No
     """Hands over the job; the last message that comes back."""
     assert process.stdin is not None and process.stdout is not None
     try:
-        process.stdin.write(job)
-        process.stdin.close()
+        process.stdin.write(job + "\n")
+        process.stdin.flush()  # and left open: see `end_with_caller`
     except BrokenPipeError:
         return {}
     message: dict[str, Any] = {}

@@ -2,15 +2,17 @@
 
 Once pycolmap is imported, writing a PNG in the same process can abort it: pycolmap 4.2 brings a zlib of its
 own whose symbols get mixed up with those of OpenCV and Pillow. So no other module imports pycolmap; they
-call `prism_match.pipelines.colmap.run`, which starts this one. A job comes in as JSON, what happens goes
-out as lines of JSON: {"event": ...} while it runs and {"result": ...} or {"error": ...} at the end.
+call `prism_match.pipelines.colmap.run`, which starts this one. A job comes in as a line of JSON, what happens
+goes out as lines of JSON: {"event": ...} while it runs and {"result": ...} or {"error": ...} at the end.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ SEED = 0
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
+    job = json.loads(sys.stdin.readline())
+    threading.Thread(target=end_with_caller, daemon=True).start()
     import pycolmap
 
     pycolmap.set_random_seed(SEED)
@@ -34,6 +37,13 @@ def main() -> None:
         emit({"result": JOBS[job.pop("job")](**job)})
     except (ValueError, KeyError, RuntimeError, OSError) as error:
         emit({"error": str(error).strip() or type(error).__name__})
+
+
+def end_with_caller() -> None:
+    """Whoever asked for the job keeps our input open until it has the answer. One that was killed closes it:
+    nobody waits any more, and the next run may be at work in the same folder."""
+    os.read(sys.stdin.fileno(), 1)  # not by sys.stdin, whose lock would be in the way at the end
+    os._exit(1)
 
 
 def emit(message: dict[str, Any]) -> None:
@@ -50,6 +60,9 @@ def write_database(
     shared, _ = load_tracks(Path(tracks))
     with pycolmap.Database.open(database) as db, pycolmap.DatabaseTransaction(db):
         known = {image.name: image.image_id for image in db.read_all_images()}
+        for image in db.read_all_images():
+            if image.name in images:
+                check_size(image.name, db.read_camera(image.camera_id), cameras[images[image.name]])
         full = [name for name in images if name in known and db.num_keypoints_for_image(known[name])]
         if full and not overwrite:
             raise ValueError(f"{full[0]} has keypoints in this database already; --overwrite replaces them")
@@ -71,6 +84,15 @@ def write_database(
         for (a, b), matches in shared.matches.items():
             db.write_matches(known[a], known[b], matches.index.astype(np.uint32))
         return {"images": db.num_images(), "keypoints": db.num_keypoints(), "matches": db.num_matches()}
+
+
+def check_size(name: str, known: Any, matched: dict[str, Any]) -> None:
+    """Keypoints of a photo of another size, or turned by EXIF, are none of the one in the database."""
+    there, here = (known.width, known.height), (matched["width"], matched["height"])
+    if there != here:
+        sizes = [f"{width}x{height}" for width, height in (there, here)]
+        turned = "; it is shown turned: tell with --images where it is" if there == here[::-1] else ""
+        raise ValueError(f"{name} is {sizes[0]} in this database, its matches are for {sizes[1]}{turned}")
 
 
 def add_camera(db: Any, camera: dict[str, Any]) -> int:
@@ -160,9 +182,9 @@ def incremental_models(
             database, ".", folder, options,
             initial_image_pair_callback=registered, next_image_callback=registered,
         )  # fmt: skip
-        if models:
+        if with_points(models):
             break
-    return list(models.values())
+    return with_points(models)
 
 
 def global_models(database: str, folder: Path, refine: bool, threads: int) -> list[Any]:
@@ -172,7 +194,12 @@ def global_models(database: str, folder: Path, refine: bool, threads: int) -> li
     options.num_threads, options.random_seed = threads, SEED
     adjustment = options.mapper.bundle_adjustment
     adjustment.refine_focal_length = adjustment.refine_extra_params = refine
-    return list(pycolmap.global_mapping(database, ".", folder, options).values())
+    return with_points(pycolmap.global_mapping(database, ".", folder, options))
+
+
+def with_points(models: dict[int, Any]) -> list[Any]:
+    """Cameras that have turned but not moved are put anywhere, around no point at all."""
+    return [model for model in models.values() if model.num_points3D()]
 
 
 def count_images(database: str) -> int:

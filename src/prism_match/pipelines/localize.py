@@ -5,23 +5,24 @@ photos of a query before its pose is estimated once."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from prism_match.cameras import Camera
 from prism_match.colmap_model import quaternion_of, rotation_of
 from prism_match.errors import UserError
 from prism_match.evaluation.pairs import scale_points
 from prism_match.files import atomic_path
+from prism_match.images import to_stored
 from prism_match.matches import Matches
-from prism_match.pipelines.maps import Map
+from prism_match.pipelines.maps import Map, stored_orientation
 from prism_match.pipelines.pnp import LEAST, PnpBackend, estimate_camera_pose
+from prism_match.polish import local_affine
 
-NEIGHBOURS = 12  # matches that tell how the surface around one goes from photo to photo
 MERGE_RADIUS = 4.0  # pixels of the query within which two sightings of a point are one
 
 
@@ -30,6 +31,12 @@ class Query:
     name: str
     path: Path
     camera: Camera
+    orientation: int = 1  # EXIF's, where the camera, and so the pose, is of the photo as it is stored
+
+    @staticmethod
+    def stored(name: str, path: Path, camera: Camera) -> Query:
+        """Whose camera is given for its file, whatever EXIF says, as COLMAP and hloc have it."""
+        return Query(name, path, camera, stored_orientation(path, camera))
 
 
 @dataclass(frozen=True)
@@ -98,11 +105,12 @@ def localize(
 def lift_matches(query: Query, name: str, matches: Matches, world: Map) -> Correspondences:
     """The matches of a query and a map photo whose pixel in the latter is known in space. A match that was
     snapped by some pixels in the map photo is moved in the query by as much as its neighbours say."""
-    here = to_camera_pixels(matches.keypoints0, matches.size0, query.camera, query.name)
+    here, size = to_stored(matches.keypoints0.astype(float), matches.size0, query.orientation)
+    here = to_camera_pixels(here, size, query.camera, query.name)
+    there, size = to_stored(matches.keypoints1.astype(float), matches.size1, world.orientation(name))
     camera = world.camera(name)
-    there = matches.keypoints1.astype(float)
     if camera is not None:
-        there = to_camera_pixels(matches.keypoints1, matches.size1, camera, name)
+        there = to_camera_pixels(there, size, camera, name)
     lifted = world.lift(name, there, matches.scores)
     moved = transport(there, here, lifted.rows, lifted.pixels - there[lifted.rows])
     return Correspondences(moved, lifted.xyz, lifted.points, matches.scores[lifted.rows].astype(float))
@@ -111,7 +119,7 @@ def lift_matches(query: Query, name: str, matches: Matches, world: Map) -> Corre
 def to_camera_pixels(points: np.ndarray, size: tuple[int, int], camera: Camera, name: str) -> np.ndarray:
     """n 2 in pixels of a file of `size` -> those of its camera: the same photo may be kept smaller."""
     if size == (camera.width, camera.height):
-        return points.astype(float)
+        return points
     if abs(camera.width / size[0] / (camera.height / size[1]) - 1) > 0.02:
         wanted = f"{camera.width}x{camera.height}"
         raise UserError(f"{name}: the photo is {size[0]}x{size[1]}, its camera is for {wanted}")
@@ -123,37 +131,10 @@ def transport(source: np.ndarray, target: np.ndarray, rows: np.ndarray, offset: 
 
     Matches are source n 2 -> target n 2. Around each, the map from one image to the other is nearly
     affine, and its neighbours tell which."""
-    moved = target[rows].copy()
     if not len(rows) or not np.abs(offset).max(initial=0) > 0:
-        return moved
-    k = min(NEIGHBOURS, len(source) - 1)
-    for part in np.array_split(np.arange(len(rows)), math.ceil(len(rows) * len(source) / 2**22)):
-        centre = rows[part]
-        squared = ((source[centre][:, None] - source[None]) ** 2).sum(2)
-        near = np.argpartition(squared, k, axis=1)[:, : k + 1]
-        D = source[near] - source[centre][:, None]  # m k 2, itself included
-        E = target[near] - target[centre][:, None]
-        moved[part] += np.einsum("mij,mj->mi", local_affine(D, E), offset[part])
-    return moved
-
-
-def local_affine(D: np.ndarray, E: np.ndarray) -> np.ndarray:
-    """m 2 2: the linear maps that take differences D (m k 2) to E (m k 2), robustly. Where neighbours are
-    few or on a line it stays near to a mere change of scale."""
-    length = np.linalg.norm(D, axis=2), np.linalg.norm(E, axis=2)
-    ratio = np.median(length[1], axis=1) / np.maximum(np.median(length[0], axis=1), 1e-9)
-    prior = np.where((ratio > 0.1) & (ratio < 10), ratio, 1.0)[:, None, None] * np.eye(2)
-    spread = (length[0] ** 2).mean(axis=1)[:, None, None] * np.eye(2) * 0.1 + 1e-9 * np.eye(2)
-    J = prior
-    weight = np.ones(D.shape[:2])
-    for _ in range(5):
-        WD = D * weight[..., None]
-        normal = np.einsum("mki,mkj->mij", WD, D) + spread
-        right = np.einsum("mki,mkj->mij", E * weight[..., None], D) + prior @ spread
-        J = np.linalg.solve(normal.transpose(0, 2, 1), right.transpose(0, 2, 1)).transpose(0, 2, 1)
-        rest = np.linalg.norm(E - np.einsum("mij,mkj->mki", J, D), axis=2)
-        weight = 1 / (1 + (rest / 2.0) ** 2)
-    return J
+        return target[rows]
+    stretch = local_affine(torch.from_numpy(source), torch.from_numpy(target), rounds=4).numpy()
+    return target[rows] + np.einsum("mij,mj->mi", stretch[rows], offset)
 
 
 def merge(parts: Iterable[Correspondences]) -> Correspondences:

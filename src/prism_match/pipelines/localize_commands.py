@@ -22,7 +22,7 @@ from prism_match.cli_options import (
 from prism_match.errors import UserError
 
 if TYPE_CHECKING:
-    from prism_match.cameras import Camera
+    from prism_match.pipelines.localize import Query
     from prism_match.pipelines.maps import Map
 
 
@@ -41,14 +41,18 @@ def localize_command(
         list[Path], typer.Option(help="A folder of photos, or photos; may be repeated.", show_default=False)
     ],
     images: Annotated[
-        Optional[Path], typer.Option(help="The photos of a COLMAP model [`images` beside or in it].")
+        Optional[Path],
+        typer.Option(help="The photos of a COLMAP model [`images` by it, or told by prism sfm]."),
     ] = None,
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the results; a run goes on there.")] = (
         Path("prism-localize")
     ),
     intrinsics: Annotated[
-        Optional[Path],
-        typer.Option(help="File of `name MODEL width height params` lines [EXIF, else the map's camera]."),
+        Optional[str],
+        typer.Option(
+            help="fx,fy,cx,cy for all, or a file of `name MODEL width height params` lines "
+            "[EXIF, else the map's camera]."
+        ),
     ] = None,
     pair_list: Annotated[
         Optional[Path], typer.Option(help="File of `query map_photo` lines [retrieval].")
@@ -79,13 +83,15 @@ def localize_command(
     """Find the poses of photos in a map.
 
     OUT gets poses.txt (name qw qx qy qz tx ty tz, world to camera, of each photo that has a pose),
-    localization.json (inliers, the map photos used, and why a photo has no pose) and the matches, so that
-    a run that was stopped goes on where it was.
+    localization.json (inliers, the map photos used, and why a photo has no pose) and the matches and
+    descriptors, so that a run that was stopped goes on where it was, and the next one is faster.
 
     \b
     Examples:
+      prism localize --map out-of-prism-sfm --queries new-photos -o out
       prism localize --map sparse/0 --images photos --queries new-photos -o out
       prism localize --map model --images photos --queries q.jpg --intrinsics cameras.txt --top 5
+      prism localize --map model --images photos --queries q.jpg --intrinsics 920,922,506.6,335.4
       prism localize --map rgbd-sequence --queries q.jpg --depth-scale 5000
     """
     from prism_match.cli import make_matcher
@@ -93,11 +99,16 @@ def localize_command(
     from prism_match.evaluation.pairs import Resize
     from prism_match.evaluation.runner import Clock
     from prism_match.files import writable_folder, write_json
-    from prism_match.pipelines.localize import Localized, Query, localize, with_fallback, write_poses
+    from prism_match.pipelines.localize import Localized, localize, with_fallback, write_poses
     from prism_match.pipelines.pnp import choose_backend
     from prism_match.pipelines.query_matching import match_queries, retrieve
 
-    for name, value, least in (("top", top, 1), ("size", size, 32), ("min-inliers", min_inliers, 4)):
+    for name, value, least in (
+        ("top", top, 1),
+        ("size", size, 32),
+        ("min-inliers", min_inliers, 4),
+        ("batch", batch, 1),
+    ):
         if value < least:
             raise UserError(f"--{name} must be at least {least}, not {value}")
     if max_error <= 0:
@@ -114,7 +125,7 @@ def localize_command(
     map_photos = {name: mapped.path(name) for name in mapped.names}
     broken: dict[Path, str] = {}
     if listed is None:
-        ranked, broken = retrieve(photos, map_photos, matcher, top, progress=True)
+        ranked, broken = retrieve(photos, map_photos, matcher, top, folder / "descriptors.npz", True)
     else:
         ranked = {q: [r for r in listed[q] if r in map_photos][:top] for q in photos}
     for path in map_photos.values():
@@ -129,18 +140,18 @@ def localize_command(
         try:
             if photos[name] in broken:
                 raise UserError(broken[photos[name]])
-            camera, origin = query_camera(name, photos[name], given, mapped, ranked[name])
+            query, origin = make_query(name, photos[name], given, mapped, ranked[name])
         except UserError as error:
             results[name] = Localized(name, None, 0, 0, {}, str(error))
             continue
         result = localize(
-            Query(name, photos[name], camera), matched.found, mapped,
+            query, matched.found, mapped,
             threshold=max_error, backend=backend, seed=seed, min_inliers=min_inliers,
         )  # fmt: skip
         if result.T is None:
             result = replace(result, problem="; ".join([result.problem, *matched.problems]))
         results[name] = with_fallback(result, mapped, ranked[name]) if fallback else result
-        cameras[name] = {**asdict(camera), "from": origin}
+        cameras[name] = {**asdict(query.camera), "from": origin}
     ordered = {q: results[q] for q in photos}
     failed = {q: r.problem for q, r in ordered.items() if r.problem}
     summary = {
@@ -192,14 +203,29 @@ def read_listed(pair_list: Path, photos: dict[str, Path]) -> dict[str, list[str]
     return {q: listed.get(q, []) for q in photos}
 
 
-def read_given(path: Path, photos: dict[str, Path]) -> dict[str, Camera]:
-    from prism_match.cameras import read_camera_list
+def read_given(intrinsics: str, photos: dict[str, Path]) -> dict[str, Query]:
+    """Queries with cameras out of a file, which are for the photos as they are stored, or with the same
+    fx,fy,cx,cy in our pixels for all, as they are shown."""
+    import numpy as np
 
-    given = read_camera_list(path)
-    missing = [q for q in photos if q not in given]
-    if missing:
-        raise UserError(f"{path}: {len(missing)} queries are not in it; the first: {missing[0]}")
-    return given
+    from prism_match.cameras import pinhole, read_camera_list
+    from prism_match.images import image_size
+    from prism_match.pipelines.cameras import check_numbers
+    from prism_match.pipelines.localize import Query
+
+    if Path(intrinsics).is_file():
+        given = read_camera_list(Path(intrinsics))
+        missing = [q for q in photos if q not in given]
+        if missing:
+            raise UserError(f"{intrinsics}: {len(missing)} queries are not in it; the first: {missing[0]}")
+        return {q: Query.stored(q, path, given[q]) for q, path in photos.items()}
+    try:
+        fx, fy, cx, cy = check_numbers(intrinsics.split(","))
+    except ValueError as error:
+        raise UserError(f"{intrinsics}: neither a file of cameras nor fx,fy,cx,cy ({error})") from error
+    K = np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])
+    sizes = {q: image_size(path) for q, path in photos.items()}  # one that cannot be read will fail by name
+    return {q: Query(q, photos[q], pinhole(K, *size)) for q, size in sizes.items() if size is not None}
 
 
 def open_map(
@@ -213,17 +239,21 @@ def open_map(
     from prism_match.colmap_model import is_model, read_model
     from prism_match.evaluation.localization import is_sequence
     from prism_match.pipelines.maps import DepthMap, ScanMap, SfmMap
+    from prism_match.pipelines.sfm import origin_of
     from prism_match.training.data.rgbd import read_sequence
 
     if not path.exists():
         raise UserError(f"{path}: no such folder")
     if is_model(path):
-        around = path.resolve()
+        model, around = read_model(path), path.resolve()
+        origin = origin_of(model.path)
         candidates = [images] if images else [f / "images" for f in (around, *list(around.parents)[:2])]
         folder = next((f for f in candidates if f.is_dir()), None)
+        if images is None and origin.photos is not None:
+            folder = origin.photos
         if folder is None:
             raise UserError(f"{candidates[0]}: no such folder; tell with --images where the map's photos are")
-        return SfmMap(read_model(path), folder, snap)
+        return SfmMap(model, folder, snap, as_shown=origin.made_here)
     if is_sequence(path):
         try:
             frames = {frame.image.name: frame for frame in read_sequence(path)}
@@ -242,17 +272,18 @@ def open_map(
     raise UserError(f"{path}: neither a COLMAP model, an RGB-D sequence nor InLoc's data")
 
 
-def query_camera(
-    name: str, path: Path, given: dict[str, Camera] | None, mapped: Map, ranked: list[str]
-) -> tuple[Camera, str]:
-    """The camera of a query, and where it is from: the file given, EXIF, the most similar map photo of the
-    same shape, or a guess."""
+def make_query(
+    name: str, path: Path, given: dict[str, Query] | None, mapped: Map, ranked: list[str]
+) -> tuple[Query, str]:
+    """A query, and where its camera is from: what was given, EXIF, the most similar map photo of the same
+    shape, or a guess."""
     from prism_match.cameras import Camera
-    from prism_match.evaluation.posed import image_size
+    from prism_match.images import image_size
     from prism_match.pipelines.cameras import UNKNOWN_FOCAL, read_exif
+    from prism_match.pipelines.localize import Query
 
-    if given is not None:
-        return given[name], "the file given"
+    if given is not None and name in given:
+        return given[name], "the intrinsics given"
     size = image_size(path)
     if size is None:
         raise UserError(f"{path}: cannot be read")
@@ -261,7 +292,7 @@ def query_camera(
         for photo in ranked:
             other = mapped.camera(photo)
             if other is not None and abs(other.width / other.height * size[1] / size[0] - 1) < 0.01:
-                return other.resized(*size), "the map"
+                return Query(name, path, other.resized(*size)), "the map"
     length = UNKNOWN_FOCAL * max(size) if focal is None else focal
     camera = Camera("SIMPLE_PINHOLE", *size, (length, size[0] / 2, size[1] / 2))
-    return camera, "a guess" if focal is None else "EXIF"
+    return Query(name, path, camera), "a guess" if focal is None else "EXIF"

@@ -19,6 +19,7 @@ import numpy as np
 from prism_match.cameras import Camera, pinhole
 from prism_match.colmap_model import Model, View
 from prism_match.errors import UserError
+from prism_match.images import exif_orientation, image_size
 from prism_match.pipelines.tracks import one_to_one
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ class Map(Protocol):
         """None: not known."""
         ...
 
+    def orientation(self, name: str) -> int:
+        """EXIF's, where the map has the pixels of the photo as it is stored; 1: as it is shown."""
+        ...
+
     def pose(self, name: str) -> np.ndarray | None:
         """4 4, world to camera; None: not known."""
         ...
@@ -62,12 +67,13 @@ class Map(Protocol):
 
 
 class SfmMap:
-    def __init__(self, model: Model, image_dir: Path, radius: float | None = None):
+    def __init__(self, model: Model, image_dir: Path, radius: float | None = None, *, as_shown: bool = False):
         """radius: in pixels of the photos, how far from a point of the map a match may be; None: 1.2 % of
-        the longer side."""
+        the longer side. as_shown: the model has the pixels of the photos as EXIF turns them, as those of
+        `prism sfm`; COLMAP leaves them as they are stored."""
         if radius is not None and radius <= 0:
             raise UserError(f"the radius for snapping must be positive, not {radius}")
-        self.model, self.image_dir, self.radius = model, image_dir, radius
+        self.model, self.image_dir, self.radius, self.as_shown = model, image_dir, radius, as_shown
         self.views: dict[str, View] = {v.name: v for v in model.views if np.isfinite(v.T).all()}
         self.names = sorted(self.views)
 
@@ -76,6 +82,9 @@ class SfmMap:
 
     def camera(self, name: str) -> Camera:
         return self.views[name].camera
+
+    def orientation(self, name: str) -> int:
+        return 1 if self.as_shown else stored_orientation(self.path(name), self.camera(name))
 
     def pose(self, name: str) -> np.ndarray:
         return self.views[name].T
@@ -86,6 +95,18 @@ class SfmMap:
         rows, seen = snap(pixels, scores, view.pixels, radius)
         points = view.points[seen]
         return Lifted(rows, self.model.points[points], points, view.pixels[seen].astype(float))
+
+
+def stored_orientation(path: Path, camera: Camera) -> int:
+    """EXIF's orientation of a photo, whose camera is for the photo as it is stored; 1 where the camera's
+    shape says that it is for the photo as it is shown."""
+    orientation = exif_orientation(path)
+    shown = image_size(path)
+    if orientation >= 5 and shown is not None:
+        upright = abs(np.log(camera.width / camera.height * shown[1] / shown[0]))
+        stored = abs(np.log(camera.width / camera.height * shown[0] / shown[1]))
+        return 1 if upright < stored else orientation
+    return orientation
 
 
 def snap(
@@ -154,6 +175,9 @@ class DepthMap:
         except OSError as error:
             raise UserError(f"{frame.image}: cannot be read ({error})") from error
 
+    def orientation(self, name: str) -> int:
+        return exif_orientation(self.path(name))  # depth maps know nothing of EXIF
+
     def pose(self, name: str) -> np.ndarray:
         return self.poses[name]
 
@@ -201,6 +225,9 @@ class ScanMap:
 
     def camera(self, name: str) -> None:
         return None
+
+    def orientation(self, name: str) -> int:
+        return exif_orientation(self.path(name))
 
     def pose(self, name: str) -> None:
         return None

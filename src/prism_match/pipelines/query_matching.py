@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from prism_match.errors import UserError
 from prism_match.evaluation.methods import Method
 from prism_match.evaluation.pairs import Pair, Resize
 from prism_match.evaluation.runner import Clock, match_all, progress_bar
@@ -31,23 +30,15 @@ def retrieve(
     photos: Mapping[str, Path],
     matcher: Matcher,
     top: int,
+    cache: Path | None = None,
     progress: bool = False,
 ) -> tuple[dict[str, list[str]], dict[Path, str]]:
     """For each query the `top` map photos most like it by the global descriptor of the matcher's backbone,
     best first; and what is wrong with files that cannot be read. A query that is a map photo itself is not
-    matched with itself."""
-    from tqdm import tqdm
+    matched with itself. cache: where descriptors stay, an .npz."""
+    from prism_match.pipelines.retrieval import describe_files, top_pairs
 
-    from prism_match.pipelines.retrieval import global_descriptors, top_pairs
-
-    described: dict[Path, np.ndarray] = {}
-    broken: dict[Path, str] = {}
-    paths = dict.fromkeys([*photos.values(), *queries.values()])
-    for path in tqdm(paths, "describing", unit="photo", disable=None if progress else True):
-        try:
-            described[path] = global_descriptors(matcher, [path])[0]
-        except UserError as error:
-            broken[path] = str(error)
+    described, broken = describe_files(matcher, [*photos.values(), *queries.values()], cache, progress)
     asked = [q for q, path in queries.items() if path in described]
     names = [n for n, path in photos.items() if path in described]
     ranked: dict[str, list[str]] = {q: [] for q in queries}
@@ -57,7 +48,8 @@ def retrieve(
         ]
         for q, r in top_pairs(rows[0], rows[1], top + 1).tolist():
             query, photo = asked[q], names[r]
-            if photos[photo] != queries[query] and len(ranked[query]) < top:
+            itself = photos[photo].resolve() == queries[query].resolve()
+            if not itself and len(ranked[query]) < top:
                 ranked[query].append(photo)
     return ranked, broken
 

@@ -14,6 +14,7 @@ from prism_match.geometry import camera_centres
 from prism_match.images import write_png
 
 BLACK, GRAY, RED, BLUE = (0, 0, 0), (120, 120, 120), (200, 30, 30), (30, 60, 200)
+PICTURES = GRAPH, TOP_VIEW = "match_graph.png", "top_view.png"
 MOST_NAMES = 40  # images whose names are written beside the graph
 
 
@@ -22,10 +23,10 @@ def write_report(
 ) -> None:
     """report.md with match_graph.png and top_view.png, from what the COLMAP worker tells."""
     names = sorted({n for a, b, _ in verified for n in (a, b)} | set(summary["not_registered"]))
-    write_png(out / "match_graph.png", draw_match_graph(names, verified, set(model["images"])))
+    write_png(out / GRAPH, draw_match_graph(names, verified, set(model["images"])))
     xyz, rgb = read_points(out / "sparse" / "0" / "points3D.txt")
     poses = np.array([image["pose"] for image in model["images"].values()])
-    write_png(out / "top_view.png", draw_top_view(xyz, rgb, poses))
+    write_png(out / TOP_VIEW, draw_top_view(xyz, rgb, poses))
     with atomic_path(out / "report.md") as temporary:
         temporary.write_text(markdown(summary), encoding="utf-8")
 
@@ -51,8 +52,8 @@ def markdown(s: dict[str, Any]) -> str:
     lines += [
         "## Match graph", "",
         "Verified matches of each pair, from none (white) to most (dark). Images in red are not registered.",
-        "", "![match graph](match_graph.png)", "",
-        "## Cameras and points from above", "", "![top view](top_view.png)", "",
+        "", f"![match graph]({GRAPH})", "",
+        "## Cameras and points from above", "", f"![top view]({TOP_VIEW})", "",
     ]  # fmt: skip
     return "\n".join(lines)
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
 
 from prism_match.errors import UserError
+from prism_match.files import atomic_path, file_digest
 from prism_match.images import ImageLike
 from prism_match.matcher import ImageFeatures, Matcher
 
 SIZE = 320  # longer side in pixels
+SECONDS_A_SAVE = 30.0  # of describing that a kill can cost
 POWER = 3.0  # of the generalised mean: 1 is the mean, infinity the maximum
 
 
@@ -25,6 +31,50 @@ def global_descriptors(matcher: Matcher, images: Sequence[ImageLike], progress: 
         for image in tqdm(images, "describing", unit="image", disable=None if progress else True)
     ]
     return np.stack(rows) if rows else np.zeros((0, 2 * matcher.model.config.coarse_dim), np.float32)
+
+
+def describe_files(
+    matcher: Matcher, files: Iterable[Path], cache: Path | None = None, progress: bool = False
+) -> tuple[dict[Path, np.ndarray], dict[Path, str]]:
+    """The descriptor of each file, d, and what is wrong with those that cannot be read. Descriptors stay in
+    `cache`, an .npz, by the digest of their image and of the weights."""
+    from tqdm import tqdm
+
+    known = {} if cache is None else _read_cache(cache)
+    described: dict[Path, np.ndarray] = {}
+    broken: dict[Path, str] = {}
+    new, saved = 0, time.monotonic()
+    for path in tqdm(dict.fromkeys(files), "describing", unit="image", disable=None if progress else True):
+        try:
+            key = f"{file_digest(path)}-{matcher.info.sha256}"
+            if key not in known:
+                known[key] = global_descriptors(matcher, [path])[0]
+                new += 1
+            described[path] = known[key]
+        except UserError as error:
+            broken[path] = str(error)
+        if cache is not None and new and time.monotonic() - saved > SECONDS_A_SAVE:
+            _write_cache(cache, known)
+            new, saved = 0, time.monotonic()
+    if cache is not None and new:
+        _write_cache(cache, known)
+    return described, broken
+
+
+def _read_cache(path: Path) -> dict[str, np.ndarray]:
+    if not path.is_file():
+        return {}
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return dict(stored)
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # damaged: as good as not there
+        return {}
+
+
+def _write_cache(path: Path, known: dict[str, np.ndarray]) -> None:
+    arrays: dict[str, Any] = known
+    with atomic_path(path) as temporary:
+        np.savez(temporary, **arrays)
 
 
 @torch.inference_mode()

@@ -7,6 +7,7 @@ was killed goes on where it was, and a change of an option repeats only what dep
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -15,7 +16,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from zipfile import BadZipFile
 
 import numpy as np
 import PIL.Image
@@ -26,13 +26,13 @@ from prism_match.errors import UserError
 from prism_match.evaluation.pairs import IMAGE_SUFFIXES
 from prism_match.export.colmap import colmap_error, write_database
 from prism_match.export.nerf import write_transforms
-from prism_match.files import atomic_path, short_hash, writable_folder, write_json
-from prism_match.images import load_image
+from prism_match.files import atomic_path, file_digest, short_hash, writable_folder, write_json
+from prism_match.images import exif_orientation, image_size, load_image
 from prism_match.pipelines import colmap
 from prism_match.pipelines import pairs as pairing
 from prism_match.pipelines.cameras import CameraOptions, choose_cameras
-from prism_match.pipelines.report import write_report
-from prism_match.pipelines.store import MatchStore, Names, file_digest
+from prism_match.pipelines.report import PICTURES, write_report
+from prism_match.pipelines.store import MatchStore, Names
 from prism_match.pipelines.tracks import (
     SharedKeypoints,
     TrackOptions,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 EXHAUSTIVE_UP_TO = 40  # images; beyond that "auto" retrieves
 PAIR_MODES = ("auto", "exhaustive", "sequential", "retrieval")
-SECONDS_A_SAVE = 30.0  # of descriptions that a kill can cost
+STAGES = "stages.json"  # its presence tells a folder of results
 Mapper = Literal["incremental", "global"]
 
 
@@ -73,7 +73,15 @@ class SfmOptions:
     matches: Path | None = None  # a store to use as it is, instead of matching
     batch_size: int | None = None  # pairs at a time; None: 8 on a GPU, 1 elsewhere
     features_gib: float = 8.0  # disk for feature maps while matching
-    threads: int = -1  # of COLMAP
+    threads: int = -1  # of COLMAP; -1: all cores
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None and self.batch_size < 1:
+            raise UserError(f"at least 1 pair at a time is matched, not {self.batch_size}")
+        if self.features_gib < 0:
+            raise UserError(f"the disk for feature maps must be 0 GiB or more, not {self.features_gib}")
+        if self.threads != -1 and self.threads < 1:
+            raise UserError(f"the number of threads must be at least 1, or -1 for all, not {self.threads}")
 
 
 class Stages:
@@ -105,12 +113,18 @@ def reconstruct(
     began = time.perf_counter()
     colmap.require()
     files = find_images(images, out)
+    if options.mapper == "global" and len(files) < 3:  # it has no use for points that two images share
+        raise UserError(f"{images}: the global mapper needs at least 3 images; try --mapper incremental")
+    readable = {name: (path, size) for name, path in files.items() if (size := image_size(path))}
+    choose_cameras(readable, options.cameras)  # what is wrong with them is told now, not after hours
     writable_folder(out)
     matched = match_images(files, out, options, make_matcher, progress)
     store, usable, broken = matched.store, matched.pairs, matched.broken
     if not usable:
         raise UserError(f"{images}: no pair of its images was matched{because(broken)}")
-    stages = Stages(out / "stages.json")
+    stages = Stages(out / STAGES)
+    where = os.path.relpath(images.resolve(), out.resolve())
+    stages.run("photos", where, images, lambda: where)
 
     inputs = [[*names, *(store.images[n].digest for n in names)] for names in sorted(usable)]
     key = short_hash([store.settings, inputs, asdict(options.tracks)])
@@ -150,19 +164,42 @@ def reconstruct(
     return summary
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Of a model in OUT/sparse/N."""
+
+    made_here: bool  # by `prism sfm`, which sees photos as EXIF turns them
+    photos: Path | None  # the folder that it was made of, where that is still there
+
+
+def origin_of(model: Path) -> Origin:
+    out = (model / ".." / "..").resolve()
+    done = Stages(out / STAGES).done
+    photos = out / done["photos"]["result"] if "photos" in done else None
+    return Origin("model" in done, photos if photos is not None and photos.is_dir() else None)
+
+
 def find_images(folder: Path, out: Path) -> dict[str, Path]:
-    """Every image in a folder and the folders in it, by its path from there; none of the output's."""
+    """Every image in a folder and the folders in it, by its path from there; none of what this run or an
+    earlier one has put there."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder of images")
-    found = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
-    inside = [
-        p for p in found if out.resolve() not in p.resolve().parents or out.resolve() == folder.resolve()
+    root = folder.resolve()
+    outputs = {out.resolve(), *(p.parent for p in root.rglob(STAGES))} - {root}
+    pictures = {root / name for name in PICTURES}
+    photos = [
+        p.relative_to(root).as_posix()
+        for p in sorted(root.rglob("*"))
+        if p.suffix.lower() in IMAGE_SUFFIXES
+        and p.is_file()
+        and p not in pictures
+        and not outputs.intersection(p.parents)
     ]
-    if len(inside) < 2:
+    if len(photos) < 2:
         raise UserError(
-            f"{folder}: {len(inside) or 'no'} image{'s' * (not inside)} in it; at least two are needed"
+            f"{folder}: {len(photos) or 'no'} image{'s' * (not photos)} in it; at least two are needed"
         )
-    return {p.relative_to(folder).as_posix(): p for p in inside}
+    return {name: folder / name for name in photos}
 
 
 @dataclass(frozen=True)
@@ -225,39 +262,15 @@ def choose_pairs(
 def retrieve_pairs(
     files: dict[str, Path], cache: Path, neighbours: int, matcher: Matcher, progress: bool
 ) -> tuple[np.ndarray, dict[str, str]]:
-    """Descriptors stay in `cache` by the digest of their image and the weights."""
-    from prism_match.pipelines.retrieval import global_descriptors
+    from prism_match.pipelines.retrieval import describe_files
 
-    known: dict[str, np.ndarray] = {}
-    if cache.is_file():
-        try:
-            with np.load(cache, allow_pickle=False) as stored:
-                known = dict(stored)
-        except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # damaged: as good as not there
-            pass
-    described: dict[str, Any] = {}
-    rows, numbers, broken, saved = [], [], {}, time.monotonic()
-
-    def save() -> None:
-        with atomic_path(cache) as temporary:
-            np.savez(temporary, **described)
-
-    bar = tqdm(files.items(), "describing", unit="image", disable=None if progress else True)
-    for n, (name, path) in enumerate(bar):
-        try:
-            key = f"{file_digest(path)}-{matcher.info.sha256}"
-            described[key] = known[key] if key in known else global_descriptors(matcher, [path])[0]
-            rows.append(described[key])
-            numbers.append(n)
-        except UserError as error:
-            broken[name] = str(error)
-        if time.monotonic() - saved > SECONDS_A_SAVE:
-            save()
-            saved = time.monotonic()
-    save()
-    if len(rows) < 2:
-        return np.zeros((0, 2), np.int64), broken
-    return np.array(numbers)[pairing.nearest(np.stack(rows), neighbours)], broken
+    described, broken = describe_files(matcher, files.values(), cache, progress)
+    told = {name: broken[path] for name, path in files.items() if path in broken}
+    if len(described) < 2:
+        return np.zeros((0, 2), np.int64), told
+    numbers = [n for n, path in enumerate(files.values()) if path in described]
+    rows = np.stack([described[path] for path in files.values() if path in described])
+    return np.array(numbers)[pairing.nearest(rows, neighbours)], told
 
 
 def make_tracks(
@@ -372,23 +385,18 @@ def write_outputs(
 def upright_copies(files: dict[str, Path], folder: Path) -> dict[str, Path]:
     """Tools that read the model look at pixels as they are stored, we at those that are shown. So where EXIF
     turns a photo, there are copies of all of them in `folder`, with nothing left to be turned."""
-    if not any(is_turned(path) for path in files.values()):
+    if all(exif_orientation(path) == 1 for path in files.values()):
         return files
     copies = {name: folder / name for name in files}
     for name, path in files.items():
         copies[name].parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(copies[name]) as temporary:
-            if is_turned(path):
+            if exif_orientation(path) != 1:
                 with PIL.Image.open(path) as image:
                     PIL.ImageOps.exif_transpose(image).save(temporary, quality=95)
             else:
                 shutil.copyfile(path, temporary)
     return copies
-
-
-def is_turned(path: Path) -> bool:
-    with PIL.Image.open(path) as image:
-        return image.getexif().get(0x0112, 1) != 1
 
 
 def because(broken: dict[str, str]) -> str:

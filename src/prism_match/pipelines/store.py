@@ -10,7 +10,6 @@ beside it, each of which is there whole or not at all, and the parts are put tog
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -192,11 +191,3 @@ def pair_key(group: str, names: Names) -> str:
 
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def file_digest(path: Path) -> str:
-    """Of the contents, so that a copy elsewhere is known as the same image."""
-    try:
-        return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
