@@ -19,7 +19,7 @@ from prism_match.errors import UserError
 from prism_match.images import Image, ImageLike, load_image, load_mask, resize
 from prism_match.matches import Details, Matches
 from prism_match.model.prism import CELL, STRIDE, Features, PairMatches
-from prism_match.polish import polish
+from prism_match.polish import MORE_ROUNDS, MOST_ZOOM, ROUNDS, polish, zooms
 from prism_match.weights import build_model, weights_info
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -64,8 +64,8 @@ class Matcher:
         rotate: whether image 1 is also tried turned by 90, 180 and 270 degrees, of which the turn with the
         most confident matches counts; it takes four times as long. "auto": only where image 1 as it is
         has next to no matches. Matches are in pixels of the images as they are given, always.
-        polish: whether the model's matches are moved by fractions of a pixel to where both images look
-        most alike (`polish.py`); False: the paper's refinement alone."""
+        polish: whether the model's matches are moved by fractions of a pixel to where both images, as large
+        as they are given, look most alike (`polish.py`); False: the paper's refinement alone."""
         if size < STRIDE:
             raise UserError(f"size must be at least {STRIDE} pixels, not {size}")
         if threshold is not None and not 0 <= threshold < 1:
@@ -166,7 +166,12 @@ class Matcher:
         scale = min((size or self.size) / max(width, height), 1.0)
         w, h = max(CELL, round(width * scale)), max(CELL, round(height * scale))
         in_memory = image if not isinstance(source, (str, os.PathLike)) else None
-        return Prepared(resize(image.gray, w, h), image.size, image.name, in_memory).masked(mask)
+        sharp = None
+        if self.polish and scale < 1:
+            zoom = min(1 / scale, MOST_ZOOM)
+            large = resize(image.gray, *(max(1, round(n * scale * zoom)) for n in (width, height)))
+            sharp = (large * 255).round().astype(np.uint8)  # a quarter of the memory, and no less exact
+        return Prepared(resize(image.gray, w, h), image.size, image.name, in_memory, sharp=sharp).masked(mask)
 
     @torch.inference_mode()
     def _extract(self, prepared: list[Prepared]) -> list[Features]:
@@ -227,10 +232,8 @@ class Matcher:
     def _to_matches(self, found: PairMatches, n: int, pair: Pair, details: bool) -> Matches:
         mine = found.batch == n
         at0, at1 = found.keypoints0[mine].float(), found.keypoints1[mine].float()
-        if self.polish:
-            # A turned image is a view with negative strides, which tensors cannot have.
-            gray0, gray1 = (torch.from_numpy(np.ascontiguousarray(p.gray)) for p in (pair.a, pair.b))
-            at1 = polish(gray0.to(self.device), gray1.to(self.device), at0, at1)
+        if self.polish and len(at0):
+            at1 = self._polish(pair, at0, at1)
         points0, points1, scores = (x.cpu().numpy() for x in (at0, at1, found.confidence[mine].float()))
         points0, points1 = pair.a.to_original(points0), pair.b.to_original(points1)
         inside = is_inside(points0, pair.a.size) & is_inside(points1, pair.b.size)
@@ -242,6 +245,19 @@ class Matcher:
             collect_details(found, n, pair) if details else None,
             (pair.a.in_memory, pair.b.in_memory),
         )  # fmt: skip
+
+    def _polish(self, pair: Pair, at0: Tensor, at1: Tensor) -> Tensor:
+        for n, zoom in enumerate(zooms(min(pair.a.zoom, pair.b.zoom))):
+            gray0, gray1 = (p.zoomed(zoom) for p in (pair.a, pair.b))
+            scale0, scale1 = (
+                at0.new_tensor([gray.shape[1] / p.gray.shape[1], gray.shape[0] / p.gray.shape[0]])
+                for gray, p in ((gray0, pair.a), (gray1, pair.b))
+            )
+            near0, near1 = (at0 + 0.5) * scale0 - 0.5, (at1 + 0.5) * scale1 - 0.5
+            image0, image1 = (torch.from_numpy(gray).to(self.device) for gray in (gray0, gray1))
+            moved = polish(image0, image1, near0, near1, MORE_ROUNDS if n else ROUNDS)
+            at1 = (moved + 0.5) / scale1 - 0.5
+        return at1
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
@@ -257,6 +273,9 @@ class Prepared:
     in_memory: Image | None  # the image itself where it came from no file
     mask: np.ndarray | None = None  # h w, float32, resized and turned: where to look
     turns: int = 0  # by 90 degrees, as np.rot90 does it
+    sharp: np.ndarray | None = (
+        None  # H W, uint8, turned: as large as it is worth polishing at; None: no larger
+    )
 
     def masked(self, source: MaskLike) -> Prepared:
         """With a mask; the image is not turned yet."""
@@ -267,7 +286,23 @@ class Prepared:
 
     def turned(self, turns: int) -> Prepared:
         mask = None if self.mask is None else np.rot90(self.mask, turns)
-        return replace(self, gray=np.rot90(self.gray, turns), mask=mask, turns=self.turns + turns)
+        sharp = None if self.sharp is None else np.rot90(self.sharp, turns)
+        return replace(
+            self, gray=np.rot90(self.gray, turns), mask=mask, turns=self.turns + turns, sharp=sharp
+        )
+
+    @property
+    def zoom(self) -> float:
+        """How much larger than `gray` there is an image to polish at."""
+        return 1.0 if self.sharp is None else max(self.sharp.shape) / max(self.gray.shape)
+
+    def zoomed(self, zoom: float) -> np.ndarray:
+        """h w, float32: the image at that many times the size of `gray`."""
+        # A turned image is a view with negative strides, which tensors cannot have.
+        if zoom == 1 or self.sharp is None:
+            return np.ascontiguousarray(self.gray)
+        height, width = (round(n * zoom / self.zoom) for n in self.sharp.shape)
+        return resize(np.ascontiguousarray(self.sharp), width, height).astype(np.float32) / 255
 
     @property
     def region(self) -> np.ndarray:
@@ -318,7 +353,9 @@ class ImageFeatures:
     @property
     def nbytes(self) -> int:
         tensors = (self.features.coarse, self.features.fine, self.features.valid)
-        return sum(t.numel() * t.element_size() for t in tensors) + self.prepared.gray.nbytes
+        sharp = self.prepared.sharp
+        images = self.prepared.gray.nbytes + (0 if sharp is None else sharp.nbytes)
+        return sum(t.numel() * t.element_size() for t in tensors) + images
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,14 @@ The images themselves tell it better wherever there is texture: a small window a
 stretched and turned as the neighbouring matches are, is compared with image 1 by normalised
 cross-correlation, and a few steps of Gauss and Newton lead to the maximum nearby. No match is lost; one
 whose windows never look alike stays.
+
+Photos are mostly larger than what they are matched at. There, `zooms` leads from that size to their own, so
+that matches are exact in pixels of the photo.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +22,10 @@ RADIUS = 7  # of the window, in pixels
 WINDOW_STD = 4.2  # pixels: of the weights that make the middle of the window count most
 BLUR_STD = 0.5  # pixels: of the images, so that their gradients are good for a step of half a pixel
 ROUNDS = 4
+MORE_ROUNDS = 2  # of each zoom but the first: little is left to be done
+CLOSE = 1.5  # zooms up to this need no step between
+ZOOM = 2.5  # largest step between zooms: half a pixel before is one pixel and a bit after
+MOST_ZOOM = 4.0
 FARTHEST = 2.0  # pixels that a match may move
 ALIKE = 0.7  # least correlation of windows that are taken to show the same
 FLAT = 0.01  # least deviation of the brightness (of 1) in a window
@@ -28,8 +37,18 @@ MISFIT = 2.0  # pixels by which a neighbour that counts half does not fit
 AT_ONCE = 2048  # matches
 
 
+def zooms(available: float) -> list[float]:
+    """At which multiples of the size that was matched to polish, one after the other, where the images are
+    `available` times as large."""
+    last = min(max(available, 1.0), MOST_ZOOM)
+    if last <= CLOSE:
+        return [last]
+    steps = math.ceil(math.log(last) / math.log(ZOOM))
+    return [last ** (n / steps) for n in range(steps + 1)]
+
+
 @torch.inference_mode()
-def polish(gray0: Tensor, gray1: Tensor, points0: Tensor, points1: Tensor) -> Tensor:
+def polish(gray0: Tensor, gray1: Tensor, points0: Tensor, points1: Tensor, rounds: int = ROUNDS) -> Tensor:
     """gray0: h0 w0 and gray1: h1 w1, in [0, 1]; points0 and points1: n 2, pixels (x, y), the centre of the
     first at (0, 0). Returns points1 (n 2), moved."""
     if not len(points0):
@@ -38,10 +57,12 @@ def polish(gray0: Tensor, gray1: Tensor, points0: Tensor, points1: Tensor) -> Te
     first, second = blur(gray0), blur(gray1)
     second = torch.stack([second, *gradient(second)])
     parts = zip(*(t.split(AT_ONCE) for t in (points0, points1, stretch)), strict=True)
-    return torch.cat([_climb(first[None], second, *part) for part in parts])
+    return torch.cat([_climb(first[None], second, a, b, s, rounds) for a, b, s in parts])
 
 
-def _climb(first: Tensor, second: Tensor, points0: Tensor, points1: Tensor, stretch: Tensor) -> Tensor:
+def _climb(
+    first: Tensor, second: Tensor, points0: Tensor, points1: Tensor, stretch: Tensor, rounds: int
+) -> Tensor:
     """first: 1 h0 w0; second: 3 h1 w1, the image and its gradient; points: n 2; stretch: n 2 2."""
     at = torch.arange(-RADIUS, RADIUS + 1, device=points0.device, dtype=points0.dtype)
     window = torch.stack(torch.meshgrid(at, at, indexing="xy"), dim=-1).view(-1, 2)  # k 2
@@ -51,7 +72,7 @@ def _climb(first: Tensor, second: Tensor, points0: Tensor, points1: Tensor, stre
     target, deviation = _normalised(sample(first, points0[:, None] + window)[0], weight)
 
     here, best, likeness = points1, points1, torch.full_like(points1[:, 0], -1.0)
-    for n in range(ROUNDS + 1):
+    for n in range(rounds + 1):
         value, dx, dy = sample(second, here[:, None] + there)
         value, scale = _normalised(value, weight)
         correlation = (value * target * weight).sum(1)
@@ -59,7 +80,7 @@ def _climb(first: Tensor, second: Tensor, points0: Tensor, points1: Tensor, stre
         better = near & (correlation > likeness)
         best = torch.where(better[:, None], here, best)
         likeness = torch.where(better, correlation, likeness)
-        if n < ROUNDS:
+        if n < rounds:
             # How the normalised window changes: a change of its mean or its contrast is none.
             dx, dy = (_without(_centred(d, weight) / scale, value, weight) for d in (dx, dy))
             step = _solve(dx, dy, target - value, weight)

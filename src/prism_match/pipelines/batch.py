@@ -213,6 +213,8 @@ class Shelf:
             return
         f, p = image.features, image.prepared
         tensors = {"coarse": f.coarse, "fine": f.fine, "valid": f.valid, "gray": torch.from_numpy(p.gray)}
+        if p.sharp is not None:
+            tensors["sharp"] = torch.from_numpy(p.sharp)
         writable_folder(path.parent)
         with atomic_path(path) as temporary:
             save_file(
@@ -231,11 +233,12 @@ class Shelf:
         try:
             with safe_open(path, "pt") as file:
                 meta = file.metadata()
-                t = {k: file.get_tensor(k) for k in ("coarse", "fine", "valid", "gray")}
+                t = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 - no dictionary
         except (SafetensorError, OSError):  # damaged: as good as not there
             return None
         size = int(meta["width"]), int(meta["height"])
-        prepared = Prepared(t["gray"].numpy(), size, meta["name"], None, None)
+        sharp = t["sharp"].numpy() if "sharp" in t else None
+        prepared = Prepared(t["gray"].numpy(), size, meta["name"], None, sharp=sharp)
         return ImageFeatures(prepared, Features(*(t[k].to(self.device) for k in ("coarse", "fine", "valid"))))
 
     def drop(self, name: str) -> None:
