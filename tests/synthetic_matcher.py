@@ -33,6 +33,7 @@ class SyntheticMatcher:
     max_matches: int | None = None
     rotate: str = "never"
     polish: bool = False
+    loose: float = 0.0  # share of the matches that are a pixel off
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     info: WeightsInfo = field(default_factory=lambda: WeightsInfo(None, "synthetic", ModelConfig(), {}))
     extracted: list[str] = field(default_factory=list)  # names, in the order they were asked for
@@ -56,7 +57,8 @@ class SyntheticMatcher:
         i, j = (self.scene.names.index(name) for name in names)
         points0, points1 = true_matches(self.scene, i, j)
         g = np.random.default_rng(100 * i + j)
-        points1 = points1 + NOISE * g.standard_normal(points1.shape)
+        loose = g.uniform(0, 1, (len(points1), 1)) < self.loose
+        points1 = points1 + np.where(loose, 1.0, NOISE) * g.standard_normal(points1.shape)
         scores = g.uniform(0.3, 1, len(points0))
         order = np.argsort(-scores)
         found = (x[order].astype(np.float32) for x in (points0, points1, scores))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import cv2
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -11,7 +12,11 @@ from hypothesis import strategies as st
 
 from prism_match.errors import UserError
 from prism_match.pipelines.store import PairMatches
+from prism_match.pipelines.track_polish import polish_tracks, strongest_of_track
 from prism_match.pipelines.tracks import (
+    IndexedMatches,
+    Keypoints,
+    SharedKeypoints,
     TrackOptions,
     load_tracks,
     merge_points,
@@ -159,6 +164,68 @@ def test_keypoints_move_to_where_their_matches_hold():
     errors = np.concatenate(errors)
     # Without moving them the median is 0.49 pixels.
     assert len(errors) > 800 and np.median(errors) < 0.05
+
+
+def slow_leaders(shared, strength):
+    """By walking from keypoint to keypoint."""
+    names = list(shared.keypoints)
+    start = dict(zip(names, np.cumsum([0, *(len(shared.keypoints[n]) for n in names)]), strict=False))
+    near: dict[int, set[int]] = {n: set() for n in range(len(strength))}
+    for (a, b), m in shared.matches.items():
+        for i, j in m.index:
+            near[start[a] + i].add(int(start[b] + j))
+            near[start[b] + j].add(int(start[a] + i))
+    leaders = []
+    for n in near:
+        seen, todo = {n}, [n]
+        while todo:
+            todo += [x for x in near[todo.pop()] if x not in seen and not seen.add(x)]
+        leaders.append(max(seen, key=lambda x: strength[x]))
+    return np.array(leaders)
+
+
+@pytest.mark.parametrize("links", [1, 8, 20])
+def test_the_strongest_of_a_track_leads_it(links):
+    g = np.random.default_rng(links)
+    keypoints = {n: Keypoints(np.zeros((20, 2), np.float32), g.uniform(0, 1, 20)) for n in "abcd"}
+    matches = {}
+    for pair in (("a", "b"), ("b", "c"), ("a", "d")):
+        index = np.stack([g.permutation(20)[:links] for _ in pair], 1)
+        matches[pair] = IndexedMatches(index, np.ones(links))
+    shared = SharedKeypoints(keypoints, matches)
+    strength = np.concatenate([k.scores for k in keypoints.values()])
+    assert np.array_equal(strongest_of_track(shared, strength), slow_leaders(shared, strength))
+
+
+def test_keypoints_move_to_where_their_photos_look_alike(photo, tmp_path):
+    """Three views of a photo; the keypoints of each are off by half a pixel and more."""
+    g = np.random.default_rng(0)
+    height, width = photo.shape
+    maps = {
+        name: cv2.getRotationMatrix2D((width / 2, height / 2), angle, scale)
+        for name, angle, scale in (("0", 0, 1.0), ("1", 7, 1.1), ("2", -5, 0.95))
+    }
+    for name, m in maps.items():
+        view = cv2.warpAffine(photo, m, (width, height), flags=cv2.INTER_CUBIC)
+        cv2.imwrite(str(tmp_path / f"{name}.png"), view)
+    x, y = np.meshgrid(np.arange(60.0, width - 60, 9), np.arange(60.0, height - 60, 9))
+    points = np.stack([x.ravel(), y.ravel()], 1)
+    xy = {n: points @ m[:, :2].T + m[:, 2] + g.uniform(-0.7, 0.7, points.shape) for n, m in maps.items()}
+    strength = {"0": 1.0, "1": 3.0, "2": 2.0}
+    rows = np.arange(len(points))
+    index = IndexedMatches(np.stack([rows, rows], 1), np.ones(len(rows), np.float32))
+    shared = SharedKeypoints(
+        {n: Keypoints(p.astype(np.float32), np.full(len(p), strength[n], np.float32)) for n, p in xy.items()},
+        {("0", "1"): index, ("0", "2"): index},
+    )
+    polished = polish_tracks(shared, {n: tmp_path / f"{n}.png" for n in maps})
+    assert np.array_equal(polished.keypoints["1"].xy, shared.keypoints["1"].xy), "the strongest stays"
+    for name in ("0", "2"):
+        plane = (xy["1"] - maps["1"][:, 2]) @ np.linalg.inv(maps["1"][:, :2]).T
+        truth = plane @ maps[name][:, :2].T + maps[name][:, 2]
+        before, after = (np.linalg.norm(s.keypoints[name].xy - truth, axis=1) for s in (shared, polished))
+        assert np.median(before) > 0.5 and np.median(after) < 0.2
+    assert polish_tracks(SharedKeypoints({}, {}), {}).keypoints == {}
 
 
 def test_scales_and_limits():

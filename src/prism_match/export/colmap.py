@@ -13,9 +13,11 @@ import numpy as np
 from prism_match.errors import UserError
 from prism_match.files import atomic_path
 from prism_match.images import exif_orientation, to_stored
+from prism_match.matcher import find_device
 from prism_match.pipelines import colmap
 from prism_match.pipelines.cameras import CameraOptions, Cameras, choose_cameras
 from prism_match.pipelines.store import MatchStore
+from prism_match.pipelines.track_polish import polish_tracks
 from prism_match.pipelines.tracks import TrackOptions, save_tracks, share_keypoints
 
 COLMAP_ERROR = 4.0  # pixels of the photos
@@ -29,15 +31,16 @@ def export_colmap(
     images: Path | None = None,
     tracks: TrackOptions | None = None,
     cameras: CameraOptions | None = None,
+    polish: bool = True,
     verify: bool = False,
     overwrite: bool = False,
 ) -> dict[str, int]:
     """Matches of a store into a database, new or existing, with keypoints that all pairs of an image share.
 
     images: the folder they are in, for what their EXIF tells: focal lengths, and which of them are shown
-    turned, since COLMAP has the pixels of the files as they are stored. verify: also check every pair by its
-    geometry. overwrite: replace keypoints and matches that are there. Returns the numbers of images,
-    keypoints and matches in the database."""
+    turned, since COLMAP has the pixels of the files as they are stored; and to polish the keypoints by.
+    verify: also check every pair by its geometry. overwrite: replace keypoints and matches that are there.
+    Returns the numbers of images, keypoints and matches in the database."""
     store = MatchStore(matches)
     if not store.pairs:
         raise UserError(f"{matches}: there are no matches in it")
@@ -51,6 +54,8 @@ def export_colmap(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tracks.h5"
         shared = share_keypoints(store.load_all(), tracks, store.scales)
+        if images is not None and polish:
+            shared = polish_tracks(shared, {n: images / n for n in shared.keypoints}, find_device("auto"))
         keypoints = {
             name: replace(k, xy=as_stored(k.xy, store.images[name].size, files[name][0])[0])
             for name, k in shared.keypoints.items()

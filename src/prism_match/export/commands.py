@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from prism_match.cli_options import PolishOption
 from prism_match.errors import UserError
 from prism_match.pipelines.sfm_commands import (
     CellOption,
@@ -38,7 +39,10 @@ def colmap(
     matches: Annotated[Path, typer.Argument(help="A matches.h5.", show_default=False)],
     out: Annotated[Path, typer.Option("-o", "--out", help="The database, new or existing.")],
     images: Annotated[
-        Optional[Path], typer.Option(help="Folder of the photos, for focal lengths and turns in their EXIF.")
+        Optional[Path],
+        typer.Option(
+            help="Folder of the photos, for focal lengths and turns in their EXIF, and to polish by."
+        ),
     ] = None,
     cameras: SharingOption = Sharing.auto,
     camera_model: ModelOption = "SIMPLE_RADIAL",
@@ -46,6 +50,7 @@ def colmap(
     cell: CellOption = 3.0,
     max_error: ErrorOption = 1.5,
     max_keypoints: KeypointsOption = 8192,
+    polish: PolishOption = True,
     verify: Annotated[bool, typer.Option("--verify", help="Also check each pair by its geometry.")] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace all keypoints and matches in the database.")
@@ -72,6 +77,7 @@ def colmap(
         images=images,
         tracks=TrackOptions(cell, max_error, max_keypoints),
         cameras=CameraOptions(cameras.value, camera_model, intrinsics),
+        polish=polish,
         verify=verify,
         overwrite=overwrite,
     )

@@ -131,9 +131,11 @@ def reconstruct(
     refine_intrinsics: bool,
     threads: int,
     max_error: float = 4.0,
+    robust: float | None = None,
 ) -> dict[str, Any]:
     """Runs a mapper and writes its models to out/0, out/1, ... (largest first): bin, text and points.ply.
-    tracks: the file that knows the colours of the keypoints, if any. max_error: pixels."""
+    tracks: the file that knows the colours of the keypoints, if any. max_error: pixels. robust: see `settle`,
+    which is left out where there is none."""
     folder = Path(out)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -146,6 +148,8 @@ def reconstruct(
     ranked = sorted(models, key=lambda m: (-m.num_reg_images(), -m.num_points3D()))
     colours = {} if tracks is None else load_tracks(Path(tracks))[1]
     for n, model in enumerate(ranked):
+        if robust is not None:
+            settle(model, refine_intrinsics, threads, robust)
         colour_points(model, colours)
         target = folder / str(n)
         target.mkdir()
@@ -195,6 +199,22 @@ def global_models(database: str, folder: Path, refine: bool, threads: int) -> li
     adjustment = options.mapper.bundle_adjustment
     adjustment.refine_focal_length = adjustment.refine_extra_params = refine
     return with_points(pycolmap.global_mapping(database, ".", folder, options))
+
+
+def settle(model: Any, refine: bool, threads: int, error: float) -> None:
+    """A last bundle adjustment, in which keypoints that are off by more than `error` pixels count ever less.
+    Most points of a dense matcher are exact and some, on walls without texture, are not; the adjustments of
+    the mapper, made for corners, listen to all of them alike."""
+    import pycolmap
+
+    options = pycolmap.BundleAdjustmentOptions()
+    options.refine_focal_length = options.refine_extra_params = refine
+    options.ceres.loss_function_type = pycolmap.LossFunctionType.CAUCHY
+    options.ceres.loss_function_scale = error
+    options.ceres.solver_options.num_threads = threads
+    options.print_summary = False
+    pycolmap.bundle_adjustment(model, options)
+    model.update_point_3d_errors()
 
 
 def with_points(models: dict[int, Any]) -> list[Any]:

@@ -28,11 +28,13 @@ from prism_match.export.colmap import colmap_error, write_database
 from prism_match.export.nerf import write_transforms
 from prism_match.files import atomic_path, file_digest, short_hash, writable_folder, write_json
 from prism_match.images import exif_orientation, image_size, load_image
+from prism_match.matcher import find_device
 from prism_match.pipelines import colmap
 from prism_match.pipelines import pairs as pairing
 from prism_match.pipelines.cameras import CameraOptions, choose_cameras
 from prism_match.pipelines.report import PICTURES, write_report
 from prism_match.pipelines.store import MatchStore, Names
+from prism_match.pipelines.track_polish import polish_tracks
 from prism_match.pipelines.tracks import (
     SharedKeypoints,
     TrackOptions,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 EXHAUSTIVE_UP_TO = 40  # images; beyond that "auto" retrieves
 PAIR_MODES = ("auto", "exhaustive", "sequential", "retrieval")
+EXACT = 0.5  # pixels of the photos: points that are further off count less in the last adjustment
 STAGES = "stages.json"  # its presence tells a folder of results
 Mapper = Literal["incremental", "global"]
 
@@ -74,6 +77,8 @@ class SfmOptions:
     batch_size: int | None = None  # pairs at a time; None: 8 on a GPU, 1 elsewhere
     features_gib: float = 8.0  # disk for feature maps while matching
     threads: int = -1  # of COLMAP; -1: all cores
+    polish: bool = True  # move keypoints to where the photos of their track look most alike
+    device: str = "auto"  # to do that on
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.batch_size < 1:
@@ -127,7 +132,7 @@ def reconstruct(
     stages.run("photos", where, images, lambda: where)
 
     inputs = [[*names, *(store.images[n].digest for n in names)] for names in sorted(usable)]
-    key = short_hash([store.settings, inputs, asdict(options.tracks)])
+    key = short_hash([store.settings, inputs, asdict(options.tracks), options.polish])
     tracks = out / "tracks.h5"
     counts = stages.run(
         "tracks", key, tracks, lambda: make_tracks(store, usable, files, tracks, options, progress)
@@ -285,6 +290,8 @@ def make_tracks(
         shared = share_keypoints(
             ((n, m) for n, m in store.load_all() if n in usable), options.tracks, store.scales
         )
+    if options.polish:
+        shared = polish_tracks(shared, files, find_device(options.device), progress)
     colours = keypoint_colours(shared, files, progress)
     save_tracks(path, shared, colours)
     return {
@@ -316,7 +323,7 @@ def run_mapper(
             "reconstruct", lambda _: bar.update(),
             database=str(out / "database.db"), tracks=str(out / "tracks.h5"), out=str(out / "sparse"),
             mapper=options.mapper, refine_intrinsics=options.cameras.intrinsics is None,
-            threads=options.threads, max_error=max_error,
+            threads=options.threads, max_error=max_error, robust=EXACT,
         )  # fmt: skip
 
 

@@ -124,6 +124,8 @@ def sfm(
         batch_size=batch,
         features_gib=feature_cache,
         threads=threads,
+        polish=polish,
+        device=device,
     )
     if json_file is not None:
         writable_folder(json_file.parent)
