@@ -1,4 +1,5 @@
-"""What the pages say can be done: their imports are there, and the file of all settings has all of them."""
+"""What the pages say can be done: their imports are there, so are their pictures and the files they link to,
+and the file of all settings has all of them."""
 
 import ast
 import importlib
@@ -28,6 +29,13 @@ def test_what_the_pages_import_is_there(page):
                 module = importlib.import_module(node.module or "")
                 missing = [a.name for a in node.names if not hasattr(module, a.name)]
                 assert not missing, f"{node.module} has no {missing}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_what_the_pages_link_to_is_there(page):
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
 
 
 def test_the_file_of_all_settings_has_all_of_them(tmp_path):

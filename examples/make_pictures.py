@@ -1,0 +1,121 @@
+"""Makes the pictures at the top of the README with the shipped weights, and prints how exact the matches are.
+
+The photos come with scikit-image (pip install scikit-image), and its documentation names their licences:
+astronaut and hubble_deep_field (NASA), rocket (SpaceX) and clock are in the public domain, the others CC0.
+The ground truth is exact, since both pairs are made: a rendered house that is painted with the photos, and
+a wall of the photos. Takes a few minutes.
+
+    python examples/make_pictures.py
+"""
+
+from pathlib import Path
+
+import cv2
+import numpy as np
+import torch
+from skimage import data
+
+from prism_match import Matcher, Matches, viz
+from prism_match.geometry import warp_points
+from prism_match.training.data.photos import PhotoStore
+from prism_match.training.data.worlds import source
+from prism_match.training.data.worlds.families import square
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+PHOTOS = (
+    "astronaut", "brick", "camera", "chelsea", "clock", "coffee", "grass", "gravel", "hubble_deep_field",
+    "rocket",
+)  # fmt: skip
+SEED = 9  # of the house: a wide baseline, other light, and a wing that only one view shows
+WIDTH, HEIGHT = 640, 480
+
+
+def main() -> None:
+    matcher = Matcher(device="cpu")
+    baseline, errors = match_house(matcher)
+    report("baseline", baseline, errors)
+    scale, errors = match_wall(matcher)
+    report("scale", scale, errors)
+    pruning = viz.draw_pruning(*photos(scale), scale.details.keep0, scale.details.keep1)
+    pictures = {"baseline": plot(baseline), "scale": plot(scale), "pruning": pruning}
+    for name, picture in pictures.items():
+        cv2.imwrite(str(IMAGES / f"{name}.jpg"), picture[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 80])
+
+
+def photos(matches: Matches) -> tuple[np.ndarray, np.ndarray]:
+    return matches.image(0).rgb, matches.image(1).rgb
+
+
+def plot(matches: Matches) -> np.ndarray:
+    """At most 200 matches, the surest of each region: dots of all of them would hide the images."""
+    some = viz.spread(matches.keypoints0, 200)
+    return viz.draw_matches(
+        *photos(matches), matches.keypoints0[some], matches.keypoints1[some], matches.scores[some]
+    )
+
+
+def report(name: str, matches: Matches, errors: np.ndarray) -> None:
+    median, within = np.median(errors), 100 * np.mean(errors < 3)
+    print(f"{name}: {len(matches)} matches, median error {median:.2f} px, {within:.0f} % within 3 px")
+
+
+def match_house(matcher: Matcher) -> tuple[Matches, np.ndarray]:
+    """Two rendered views: their matches, and the errors in pixels of the second (inf where it does not
+    show the point at all)."""
+    paint = torch.from_numpy(np.stack([middle(name) for name in PHOTOS]))
+    worlds = [
+        source.Worlds(PhotoStore(channel), families={"square": square}, max_scale=1.6, photometric=False)
+        for channel in paint.unbind(-1)
+    ]
+    generator = torch.Generator().manual_seed(SEED)
+    views = worlds[0].views(1, WIDTH, generator)
+    light = generator.get_state()
+    # Red, green and blue, in the same light.
+    renders = [world.photograph(views, WIDTH, generator.set_state(light)) for world in worlds]
+    cut = (WIDTH - HEIGHT) // 2  # of the square that is rendered, above and below
+    colours = torch.stack([torch.cat([r.image0, r.image1])[:, 0, cut : cut + HEIGHT] for r in renders], -1)
+    matches = matcher.match(*(255 * colours).round().to(torch.uint8).numpy())
+    forward = views.camera.axes[:, 2]
+    print(f"baseline: turned by {torch.rad2deg(torch.acos(forward[0] @ forward[1])):.0f} degrees")
+    x, y = torch.from_numpy(matches.keypoints0 + [0, cut]).float().T.unsqueeze(1)
+    first, second = views.map(lambda t: t[:1]), views.map(lambda t: t[1:])
+    truth, visible = source.warp_points(first, second, WIDTH, x, y)
+    errors = np.linalg.norm(matches.keypoints1 + [0, cut] - truth[0].numpy(), axis=1)
+    return matches, np.where(visible[0], errors, np.inf)
+
+
+def match_wall(matcher: Matcher) -> tuple[Matches, np.ndarray]:
+    """A part of a wall of photos, and all of it three times smaller: their matches, and the errors in
+    pixels of the second."""
+    rows = ("camera rocket coffee grass", "brick coffee coffee astronaut", "gravel coffee coffee chelsea")
+    wall = np.vstack([np.hstack([middle(name) for name in row.split()]) for row in rows])
+    wall[512:, 512:1536] = middle("hubble_deep_field", 1024)
+    view = cv2.resize(wall, (WIDTH, HEIGHT), interpolation=cv2.INTER_AREA)
+    shrink = WIDTH / wall.shape[1]
+    to_view = np.array([[shrink, 0, (shrink - 1) / 2], [0, shrink, (shrink - 1) / 2], [0, 0, 1]])
+    centre = 190, 110
+    to_part = np.vstack([cv2.getRotationMatrix2D(centre, 12, 3), [0, 0, 1]])  # pixels of the view -> part
+    to_part[:2, 2] += np.array([WIDTH, HEIGHT]) / 2 - centre
+    part = cv2.warpPerspective(wall, to_part @ to_view, (WIDTH, HEIGHT), flags=cv2.INTER_CUBIC) / 255.0
+    x = np.linspace(0, 1, WIDTH)[None, :, None]
+    part = part**1.2 * (0.7 + 0.35 * x)  # dimmer, and darker towards the left
+    part += np.random.default_rng(0).normal(0, 0.012, part.shape)
+    part = (part.clip(0, 1) * 255).round().astype(np.uint8)
+    matches = matcher.match(part, view, details=True)
+    truth = warp_points(matches.keypoints0, np.linalg.inv(to_part))
+    return matches, np.linalg.norm(matches.keypoints1 - truth, axis=1)
+
+
+def middle(name: str, size: int = 512) -> np.ndarray:
+    """The middle of a photo, size size 3."""
+    photo = getattr(data, name)()
+    if photo.ndim == 2:
+        photo = cv2.cvtColor(photo, cv2.COLOR_GRAY2RGB)
+    side = min(photo.shape[:2])
+    top, left = ((n - side) // 2 for n in photo.shape[:2])
+    smooth = cv2.INTER_AREA if side > size else cv2.INTER_CUBIC
+    return cv2.resize(photo[top : top + side, left : left + side], (size, size), interpolation=smooth)
+
+
+if __name__ == "__main__":
+    main()
