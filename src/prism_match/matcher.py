@@ -273,9 +273,8 @@ class Prepared:
     in_memory: Image | None  # the image itself where it came from no file
     mask: np.ndarray | None = None  # h w, float32, resized and turned: where to look
     turns: int = 0  # by 90 degrees, as np.rot90 does it
-    sharp: np.ndarray | None = (
-        None  # H W, uint8, turned: as large as it is worth polishing at; None: no larger
-    )
+    # H W, uint8, turned: as large as it is worth polishing at; None: no larger than `gray`
+    sharp: np.ndarray | None = None
 
     def masked(self, source: MaskLike) -> Prepared:
         """With a mask; the image is not turned yet."""
