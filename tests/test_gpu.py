@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import cv2
 import numpy as np
 import pytest
 import torch
 
 from prism_match import Matcher
 from prism_match.config import PRESETS
+from prism_match.pipelines.track_polish import polish_tracks
+from prism_match.pipelines.tracks import IndexedMatches, Keypoints, SharedKeypoints
 from prism_match.training.capture import Captured
 from prism_match.training.data.photos import PhotoPairs, PhotoStore
 from prism_match.training.data.worlds.source import Worlds
@@ -54,6 +59,34 @@ def test_batches_give_what_singles_give(photo: np.ndarray) -> None:
     for pair, result in zip(pairs, matcher.match_many(pairs, batch_size=3), strict=True):
         single = matcher.match(*pair)
         assert abs(len(single) - len(result)) <= max(2, 0.02 * len(single))
+
+
+def test_matches_are_polished_at_the_photos_own_size(photo: np.ndarray) -> None:
+    """The photo moved by (5.4, -3.3) pixels, matched at half its size, in batches too."""
+    shift = np.array([5.4, -3.3], np.float32)
+    moved = cv2.warpAffine(photo, np.c_[np.eye(2), shift], photo.shape[::-1], flags=cv2.INTER_CUBIC)
+    matcher = Matcher(device="cuda", precision="fp32", size=max(photo.shape) // 2)
+    for matches in (matcher.match(photo, moved), *matcher.match_many([(photo, moved)] * 2)):
+        errors = np.linalg.norm(matches.keypoints1 - matches.keypoints0 - shift, axis=1)
+        assert len(matches) > 300 and np.median(errors) < 0.1
+
+
+def test_tracks_are_polished_as_on_the_cpu(photo: np.ndarray, tmp_path: Path) -> None:
+    shift = np.array([2.4, -1.3], np.float32)
+    moved = cv2.warpAffine(photo, np.c_[np.eye(2), shift], photo.shape[::-1], flags=cv2.INTER_CUBIC)
+    files = {"a": tmp_path / "a.png", "b": tmp_path / "b.png"}
+    for file, image in zip(files.values(), (photo, moved), strict=True):
+        cv2.imwrite(str(file), image)
+    g = np.random.default_rng(0)
+    xy = g.uniform(60, min(photo.shape) - 60, (200, 2)).astype(np.float32)
+    scores = np.ones(200, np.float32)
+    near = xy + shift + g.normal(0, 0.4, xy.shape).astype(np.float32)
+    index = np.repeat(np.arange(200)[:, None], 2, axis=1)
+    keypoints = {"a": Keypoints(xy, 2 * scores), "b": Keypoints(near, scores)}
+    shared = SharedKeypoints(keypoints, {("a", "b"): IndexedMatches(index, scores)})
+    here, there = (polish_tracks(shared, files, device).keypoints["b"].xy for device in ("cpu", "cuda"))
+    assert np.median(np.linalg.norm(here - there, axis=1)) < 0.02
+    assert np.median(np.linalg.norm(there - xy - shift, axis=1)) < 0.15
 
 
 @pytest.mark.parametrize("kind", [PhotoPairs, Worlds])
