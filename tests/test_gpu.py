@@ -14,8 +14,12 @@ from prism_match.config import PRESETS
 from prism_match.pipelines.track_polish import polish_tracks
 from prism_match.pipelines.tracks import IndexedMatches, Keypoints, SharedKeypoints
 from prism_match.training.capture import Captured
+from prism_match.training.config import PRESETS as TRAINING
+from prism_match.training.config import Phase
 from prism_match.training.data.photos import PhotoPairs, PhotoStore
 from prism_match.training.data.worlds.source import Worlds
+from prism_match.training.feed import Weighted
+from prism_match.training.trainer import Trainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,14 +93,27 @@ def test_tracks_are_polished_as_on_the_cpu(photo: np.ndarray, tmp_path: Path) ->
     assert np.median(np.linalg.norm(there - xy - shift, axis=1)) < 0.15
 
 
-@pytest.mark.parametrize("kind", [PhotoPairs, Worlds])
-def test_a_recorded_source_gives_the_same_pairs(kind: type) -> None:
+def some_photos() -> PhotoStore:
     low = torch.rand(20, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     photos = torch.nn.functional.interpolate(low, size=448, mode="bicubic").clamp(0, 1)[:, 0] * 255
-    source = kind(PhotoStore(photos.to(torch.uint8)), "cuda")
+    return PhotoStore(photos.to(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", [PhotoPairs, Worlds])
+def test_a_recorded_source_gives_the_same_pairs(kind: type) -> None:
+    source = kind(some_photos(), "cuda")
     recorded = Captured(source)
     for seed in (1, 2, 1):
         plain, again = (
             s.sample(3, 64, torch.Generator("cuda").manual_seed(seed)) for s in (source, recorded)
         )
         assert torch.equal(plain.image0, again.image0) and torch.equal(plain.warp1, again.warp1)
+
+
+def test_sizes_change_while_the_model_and_the_sources_are_compiled(tmp_path: Path) -> None:
+    kinds = (PhotoPairs, Worlds)
+    sources = [Weighted(Captured(kind(some_photos(), "cuda", compile=True))) for kind in kinds]
+    phases = (Phase(0.0, 64, 4), Phase(0.34, 96, 6), Phase(0.67, 128, 2))
+    config = TRAINING["tiny"].replace(phases=phases, steps=18, compile=True, log_every=2)
+    last = Trainer(config, sources, tmp_path, "cuda").fit()
+    assert last["step"] == 18 and last["size"] == 128 and last["skipped_samples"] == 0

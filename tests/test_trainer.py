@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from prism_match.config import PRESETS as MODELS
 from prism_match.errors import UserError
 from prism_match.training import checkpoint as checkpoint_module
+from prism_match.training.capture import recording
 from prism_match.training.checkpoint import (
     Checkpoint,
     checkpoints,
@@ -204,6 +205,27 @@ def test_a_source_that_only_fails_ends_the_run_and_loses_nothing(tmp_path):
     with pytest.raises(UserError, match="shifted textures: .* in a row failed"):
         run.fit()
     assert load_checkpoint(tmp_path).state["step"] == run.step == 2
+
+
+def test_nothing_is_trained_while_a_source_is_recorded(tmp_path, monkeypatch):
+    at_work, seen = [], []
+
+    class Recording(ShiftedTextures):
+        def sample(self, *arguments):
+            with recording:
+                at_work.append(True)
+                time.sleep(0.01)
+                at_work.pop()
+            return super().sample(*arguments)
+
+    def watched(self, work, update=Trainer.update):
+        seen.append(bool(at_work))
+        update(self, work)
+        seen.append(bool(at_work))
+
+    monkeypatch.setattr(Trainer, "update", watched)
+    trainer(tmp_path, Recording(), steps=6).fit()
+    assert seen == [False] * 12
 
 
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):

@@ -3,9 +3,16 @@ shape and then replayed as one. Only for sources that never wait for the device.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from prism_match.training.pairs import PairBatch, PairSource
+
+# Held by the thread that records, and by the one that trains while it does: compiling in two threads at a
+# time fails, and so does what the model does first with a new size, such as cuDNN's trial of its
+# algorithms, while another thread records.
+recording = threading.Lock()
 
 
 class Captured:
@@ -19,7 +26,8 @@ class Captured:
     def sample(self, batch: int, size: int, generator: torch.Generator) -> PairBatch:
         key = batch, size
         if key not in self._recordings:
-            self._recordings[key] = self._record(batch, size)
+            with recording:
+                self._recordings[key] = self._record(batch, size)
         graph, own, recorded = self._recordings[key]
         own.manual_seed(generator.initial_seed())
         graph.replay()
@@ -31,7 +39,6 @@ class Captured:
             self.source.sample(batch, size, own)
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(own)
-        # Other threads train while this one records.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             recorded = self.source.sample(batch, size, own)
         return graph, own, recorded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ class SourceOptions:
     megadepth: Path | None = None  # root of the data set, with index/ made by `prism data megadepth`
     rgbd: Sequence[Path] = ()  # sequences or folders of them
     mix: str = ""
-    compile: bool = False  # compile what renders photos and worlds
+    compile: bool = False  # compile and record, on a GPU, what renders photos and worlds
     photo_size: int = 448
 
 
@@ -36,8 +36,10 @@ def make_sources(options: SourceOptions, device: torch.device) -> list[Weighted]
     """All sources that the options ask for, on `device`. UserError, in one line, if one is unusable."""
     shares = parse_mix(options.mix)
     try:
+        # What a thread compiles beside the training has to be recorded, which only a GPU can do.
+        options = replace(options, compile=options.compile and device.type == "cuda")
         kinds = {k: v for k, v in _open(options, device).items() if v}
-        if options.compile and device.type == "cuda":
+        if options.compile:
             kinds |= {k: [Captured(s) for s in kinds[k]] for k in NEVER_WAIT if k in kinds}
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error

@@ -24,6 +24,7 @@ from prism_match.errors import UserError
 from prism_match.files import writable_folder
 from prism_match.images import write_png
 from prism_match.model.prism import PRISM
+from prism_match.training.capture import recording
 from prism_match.training.checkpoint import (
     Checkpoint,
     check_architecture,
@@ -117,11 +118,13 @@ class Trainer:
                     while feed.wanting:
                         self._order(feed, ordered)
                         ordered += 1
-                    self.update(feed.next())
-                    bar.update()
-                    if self.step % self.config.log_every == 0:
-                        self.report(bar)
-                    self._now_and_then(timers)
+                    work = feed.next()
+                    with recording:  # not while a source is being recorded
+                        self.update(work)
+                        bar.update()
+                        if self.step % self.config.log_every == 0:
+                            self.report(bar)
+                        self._now_and_then(timers)
             except Exception:  # whatever it was, the weights are those of the last whole update
                 self._try_to_save()
                 raise
