@@ -283,12 +283,13 @@ class MatchStore:
             matches.save(path)
 
     def _path(self, pair: Pair) -> Path | None:
-        """Another photo under an old name has no matches yet. None: nothing is kept."""
+        """Images are known by their content: another photo under an old name has no matches yet, and the
+        folder can go to another machine. None: nothing is kept."""
         if self.folder is None:
             return None
         images = [image.resolve() for image in (pair.image0, pair.image1)]
         try:
-            known = [[str(image), self._digest(image, image.stat().st_mtime_ns)] for image in images]
+            known = [self._digest(image, image.stat().st_mtime_ns) for image in images]
         except (OSError, UserError):  # it will be told when they are read
             return None
         return self.folder / f"{short_hash(known)}.npz"

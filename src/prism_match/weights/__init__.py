@@ -17,7 +17,7 @@ from prism_match.weights.hub import locate
 from prism_match.weights.store import read_header, read_weights
 
 SHIPPED = Path(__file__).parent / "prism.safetensors"
-SHIPPED_SHA256 = "d92cda2d08c01b9b63d10e760cb9bfddf592c9ad1e840b4a3750adcade416d0e"
+SHIPPED_SHA256 = "dfef8be2aad6e49657b8dca66f1e3db3aba10382d5a43292876a7c1f373a7c73"
 
 
 @dataclass(frozen=True)
