@@ -14,6 +14,7 @@ import argparse
 import subprocess
 import sys
 import time
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def build_sift(scene: Path, out: Path, args: argparse.Namespace, more: list[str]
 def score(scene: Path, model: dict[str, Any]) -> dict[str, Any]:
     truth = {name: pose for name, (_, pose) in read_cameras(scene / "cameras.txt").items()}
     found = {name: np.array(image["pose"]) for name, image in model["images"].items()}
-    centres, rotations = pose_errors(found, truth)
+    centres, rotations, relative = pose_errors(found, truth)
     return {
         "images": len(truth),
         "registered": model["registered"],
@@ -116,6 +117,7 @@ def score(scene: Path, model: dict[str, Any]) -> dict[str, Any]:
         "centre_max": float(centres.max()),
         "rotation_median": float(np.median(rotations)),
         "rotation_max": float(rotations.max()),
+        "relative_rotation_median": float(np.median(relative)),
         "points": model["points"],
         "observations": model["observations"],
         "mean_track_length": model["mean_track_length"],
@@ -123,33 +125,43 @@ def score(scene: Path, model: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def pose_errors(found: dict[str, np.ndarray], truth: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def pose_errors(
+    found: dict[str, np.ndarray], truth: dict[str, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of cameras (world to camera, 3 4 or 4 4) after the centres are aligned by a similarity: distances of
-    the centres, in units of the truth, and degrees between the rotations."""
+    the centres, in units of the truth, and degrees between the rotations. Then, of every two cameras, the
+    error in degrees of the rotation from one to the other, which no alignment is in: where the centres lie
+    nearly on a line, they hardly tell how a scene is turned around it."""
     names = sorted(found)
     centres = [np.stack([camera_centres(poses[n]) for n in names]) for poses in (found, truth)]
     scale, rotation, translation = align_similarity(*centres)
     distances = np.linalg.norm(scale * centres[0] @ rotation.T + translation - centres[1], axis=1)
     angles = [rotation_angle(found[n][:3, :3] @ rotation.T, truth[n][:3, :3]) for n in names]
-    return distances, np.array(angles)
+    turns = [found[n][:3, :3].T @ truth[n][:3, :3] for n in names]
+    relative = [rotation_angle(a, b) for a, b in combinations(turns, 2)]
+    return distances, np.array(angles), np.array(relative)
 
 
 def make_table(rows: list[dict[str, Any]]) -> Table:
-    columns = ["scene", "method", "registered", "centre (mm)", "max", "rotation (deg)", "max", "points",
-               "track", "reproj. (px)", "s"]  # fmt: skip
+    columns = ["scene", "method", "registered", "centre (mm)", "max", "rotation (deg)", "max", "relative",
+               "points", "track", "reproj. (px)", "s"]  # fmt: skip
     body = []
     for r in rows:
         if "problem" in r:
-            body.append([r["scene"], r["method"], r["problem"], *[""] * 7, f"{r['seconds']:.0f}"])
+            body.append([r["scene"], r["method"], r["problem"], *[""] * 8, f"{r['seconds']:.0f}"])
             continue
         body.append([
             r["scene"], r["method"], f"{r['registered']}/{r['images']}",
             f"{1000 * r['centre_median']:.1f}", f"{1000 * r['centre_max']:.1f}",
             f"{r['rotation_median']:.3f}", f"{r['rotation_max']:.3f}",
-            str(r["points"]), f"{r['mean_track_length']:.2f}", f"{r['mean_reprojection_error']:.3f}",
-            f"{r['seconds']:.0f}",
+            f"{r['relative_rotation_median']:.3f}", str(r["points"]), f"{r['mean_track_length']:.2f}",
+            f"{r['mean_reprojection_error']:.3f}", f"{r['seconds']:.0f}",
         ])  # fmt: skip
-    return Table("camera errors after a similarity alignment: median and worst", columns, body)
+    return Table(
+        "camera errors after a similarity alignment: median and worst; median rotation between two cameras",
+        columns,
+        body,
+    )
 
 
 if __name__ == "__main__":
