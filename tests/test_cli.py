@@ -15,6 +15,7 @@ from test_images import broken_files
 
 from prism_match import Matches, __version__, cli
 from prism_match.config import PRESETS
+from prism_match.weights import MODEL_CARD
 
 ASSETS = Path(cli.__file__).parent / "assets"
 PAIR = [str(ASSETS / "astronaut0.jpg"), str(ASSETS / "astronaut1.jpg")]
@@ -99,7 +100,12 @@ def test_info(prism) -> None:
     assert 22e6 < result["parameters"] < 24e6
     assert result["config"]["theta_p"] == 0.05
     code, text, _ = prism("info")
-    assert code == 0 and "config.layers" in text
+    assert code == 0 and "config.layers" in text and "Model card" not in text
+
+
+def test_info_tells_what_the_shipped_weights_reach(prism) -> None:
+    code, text, _ = prism("info", tiny=False)
+    assert code == 0 and MODEL_CARD.read_text(encoding="utf-8") in text
 
 
 def test_version_and_help(prism) -> None:

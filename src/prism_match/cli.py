@@ -239,7 +239,8 @@ def info(
     model_config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell the version, the device and the weights: their hash, size and how they were trained.
+    """Tell the version, the device and the weights: their hash, size, how they were trained and, of the shipped
+    ones, what they reach and where they fail.
 
     \b
     Examples:
@@ -249,7 +250,7 @@ def info(
     import torch
 
     from prism_match.matcher import find_device
-    from prism_match.weights import build_model, weights_info
+    from prism_match.weights import MODEL_CARD, SHIPPED, build_model, weights_info
 
     known = weights_info(file or weights, parse_config(model_config))
     model = build_model(known)
@@ -270,11 +271,15 @@ def info(
         print(json.dumps(result, indent=2))
         return
     result["parameters"] = f"{result['parameters']:,} ({result['parameters'] / 1e6:.1f} M)"
-    for group in ("training", "config"):
+    if known.path == SHIPPED:
+        del result["training"]  # of the last run alone; the card tells of all of them
+    for group in [g for g in ("training", "config") if g in result]:
         rows = result.pop(group) or {"": "unknown" if known.trained else "never"}
         rows.pop("settings", None)  # a page of numbers; --json has them
         result |= {f"{group}.{k}".rstrip("."): v for k, v in rows.items()}
     print_table({k: v for k, v in result.items() if v is not None})
+    if known.path == SHIPPED:
+        print("\n" + MODEL_CARD.read_text(encoding="utf-8"), end="")
 
 
 app.command("eval")(evaluate)

@@ -17,6 +17,7 @@ from prism_match.weights.hub import locate
 from prism_match.weights.store import read_header, read_weights
 
 SHIPPED = Path(__file__).parent / "prism.safetensors"
+MODEL_CARD = Path(__file__).parent / "README.md"  # of the shipped weights
 SHIPPED_SHA256 = "dfef8be2aad6e49657b8dca66f1e3db3aba10382d5a43292876a7c1f373a7c73"
 
 
