@@ -239,8 +239,8 @@ def info(
     model_config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell the version, the device and the weights: their hash, size, how they were trained and, of the shipped
-    ones, what they reach and where they fail.
+    """Tell the version, the device and the weights: their hash, size and how they were trained; of those that
+    ship also what they reach and where they fail.
 
     \b
     Examples:
