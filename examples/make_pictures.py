@@ -85,8 +85,8 @@ def match_house(matcher: Matcher) -> tuple[Matches, np.ndarray]:
 
 
 def match_wall(matcher: Matcher) -> tuple[Matches, np.ndarray]:
-    """A part of a wall of photos, and all of it three times smaller: their matches, and the errors in
-    pixels of the second."""
+    """A part of a wall of photos, and all of it 2.5 times smaller: their matches, and the errors in pixels of
+    the second."""
     rows = ("camera rocket coffee grass", "brick coffee coffee astronaut", "gravel coffee coffee chelsea")
     wall = np.vstack([np.hstack([middle(name) for name in row.split()]) for row in rows])
     wall[512:, 512:1536] = middle("hubble_deep_field", 1024)
@@ -94,7 +94,7 @@ def match_wall(matcher: Matcher) -> tuple[Matches, np.ndarray]:
     shrink = WIDTH / wall.shape[1]
     to_view = np.array([[shrink, 0, (shrink - 1) / 2], [0, shrink, (shrink - 1) / 2], [0, 0, 1]])
     centre = 190, 110
-    to_part = np.vstack([cv2.getRotationMatrix2D(centre, 12, 3), [0, 0, 1]])  # pixels of the view -> part
+    to_part = np.vstack([cv2.getRotationMatrix2D(centre, 12, 2.5), [0, 0, 1]])  # pixels of the view -> part
     to_part[:2, 2] += np.array([WIDTH, HEIGHT]) / 2 - centre
     part = cv2.warpPerspective(wall, to_part @ to_view, (WIDTH, HEIGHT), flags=cv2.INTER_CUBIC) / 255.0
     x = np.linspace(0, 1, WIDTH)[None, :, None]
