@@ -16,7 +16,7 @@ import torch
 from skimage import data
 
 from prism_match import Matcher, Matches, viz
-from prism_match.geometry import warp_points
+from prism_match.geometry import resize_matrix, warp_points
 from prism_match.training.data.photos import PhotoStore
 from prism_match.training.data.worlds import source
 from prism_match.training.data.worlds.families import square
@@ -92,7 +92,7 @@ def match_wall(matcher: Matcher) -> tuple[Matches, np.ndarray]:
     wall[512:, 512:1536] = middle("hubble_deep_field", 1024)
     view = cv2.resize(wall, (WIDTH, HEIGHT), interpolation=cv2.INTER_AREA)
     shrink = WIDTH / wall.shape[1]
-    to_view = np.array([[shrink, 0, (shrink - 1) / 2], [0, shrink, (shrink - 1) / 2], [0, 0, 1]])
+    to_view = resize_matrix(shrink, shrink)
     centre = 190, 110
     to_part = np.vstack([cv2.getRotationMatrix2D(centre, 12, 2.5), [0, 0, 1]])  # pixels of the view -> part
     to_part[:2, 2] += np.array([WIDTH, HEIGHT]) / 2 - centre

@@ -65,10 +65,14 @@ def test_batches_give_what_singles_give(photo: np.ndarray) -> None:
         assert abs(len(single) - len(result)) <= max(2, 0.02 * len(single))
 
 
+def shifted(photo: np.ndarray, shift: np.ndarray) -> np.ndarray:
+    return cv2.warpAffine(photo, np.c_[np.eye(2), shift], photo.shape[::-1], flags=cv2.INTER_CUBIC)
+
+
 def test_matches_are_polished_at_the_photos_own_size(photo: np.ndarray) -> None:
     """The photo moved by (5.4, -3.3) pixels, matched at half its size, in batches too."""
     shift = np.array([5.4, -3.3], np.float32)
-    moved = cv2.warpAffine(photo, np.c_[np.eye(2), shift], photo.shape[::-1], flags=cv2.INTER_CUBIC)
+    moved = shifted(photo, shift)
     matcher = Matcher(device="cuda", precision="fp32", size=max(photo.shape) // 2)
     for matches in (matcher.match(photo, moved), *matcher.match_many([(photo, moved)] * 2)):
         errors = np.linalg.norm(matches.keypoints1 - matches.keypoints0 - shift, axis=1)
@@ -77,7 +81,7 @@ def test_matches_are_polished_at_the_photos_own_size(photo: np.ndarray) -> None:
 
 def test_tracks_are_polished_as_on_the_cpu(photo: np.ndarray, tmp_path: Path) -> None:
     shift = np.array([2.4, -1.3], np.float32)
-    moved = cv2.warpAffine(photo, np.c_[np.eye(2), shift], photo.shape[::-1], flags=cv2.INTER_CUBIC)
+    moved = shifted(photo, shift)
     files = {"a": tmp_path / "a.png", "b": tmp_path / "b.png"}
     for file, image in zip(files.values(), (photo, moved), strict=True):
         cv2.imwrite(str(file), image)

@@ -287,9 +287,8 @@ class MatchStore:
         folder can go to another machine. None: nothing is kept."""
         if self.folder is None:
             return None
-        images = [image.resolve() for image in (pair.image0, pair.image1)]
         try:
-            known = [self._digest(image, image.stat().st_mtime_ns) for image in images]
+            known = [self._digest(image, image.stat().st_mtime_ns) for image in (pair.image0, pair.image1)]
         except (OSError, UserError):  # it will be told when they are read
             return None
         return self.folder / f"{short_hash(known)}.npz"
