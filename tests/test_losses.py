@@ -10,7 +10,8 @@ from pairs_for_tests import ShiftedTextures
 
 from prism_match.config import PRESETS, ModelConfig
 from prism_match.model.backbone import double
-from prism_match.model.prism import PRISM, LayerState
+from prism_match.model.mpm import LayerState
+from prism_match.model.prism import PRISM
 from prism_match.model.refinement import expectation
 from prism_match.training.losses import (
     Sampled,

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from prism_match.config import PRESETS, ModelConfig
 from prism_match.model import backbone, matching, prism
-from prism_match.model.attention import SADPA, LinearAttention
+from prism_match.model.ablations import LinearAttention, absolute_encoding
+from prism_match.model.attention import SADPA
 from prism_match.model.backbone import ResNetFPN
-from prism_match.model.position import RotaryEncoding, absolute_encoding
-from prism_match.model.prism import PRISM, away_from_border, cell_centre
-from prism_match.model.pruning import Cells, Selection
+from prism_match.model.matching import away_from_border
+from prism_match.model.position import RotaryEncoding
+from prism_match.model.prism import PRISM, cell_centre
 from prism_match.model.refinement import Refinement, expectation
+from prism_match.model.tokens import Cells, Selection
 
 
 def assert_close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> None:

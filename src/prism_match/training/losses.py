@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism_match.model.matching import similarity
-from prism_match.model.prism import LayerState
+from prism_match.model.mpm import LayerState
 from prism_match.model.refinement import FINE_PIXEL
 from prism_match.training.supervision import CoarseTruth
 

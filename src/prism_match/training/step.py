@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from prism_match.model.prism import PRISM, Features, LayerState
+from prism_match.model.mpm import LayerState
+from prism_match.model.prism import PRISM, Features
 from prism_match.model.refinement import FINE_PIXEL, expectation
 from prism_match.training.losses import (
     Sampled,
