@@ -96,7 +96,7 @@ class TrainConfig:
 
 # "paper": what PRISM and, where it is silent, LoFTR used. "quick": 20 to 30 minutes on one GPU from nothing.
 PRESETS: dict[str, TrainConfig] = {
-    "paper": TrainConfig(),
+    "paper": TrainConfig(loss=LossConfig(fine="paper")),
     "quick": TrainConfig(
         loss=LossConfig(refine=128, deep=0.5, heat=1.0, rough=0.1, fewest=16),
         minutes=24.0,
