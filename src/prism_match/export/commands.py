@@ -149,6 +149,7 @@ def read_all(
     images, and how many times larger they are than they were matched, where it is known."""
     import h5py
 
+    from prism_match.files import reading
     from prism_match.matches import Matches
     from prism_match.pipelines.store import MatchStore, PairMatches
 
@@ -158,8 +159,8 @@ def read_all(
     single = []
     for path in paths:
         is_store = False
-        if path.suffix == ".h5" and path.is_file() and h5py.is_hdf5(path):
-            with h5py.File(path, "r") as file:
+        if path.suffix == ".h5" and path.is_file():
+            with reading(path, "a file of matches"), h5py.File(path, "r") as file:
                 is_store = "pairs" in file
         if is_store:
             store = MatchStore(path)

@@ -130,6 +130,7 @@ class PRISM(nn.Module):
             layers.append(state)
         return layers
 
+    @torch.no_grad()  # as programs that call it forget to: gradients take several times the memory
     def forward(self, data: dict[str, Tensor]) -> dict[str, Tensor]:
         """kornia's LoFTR convention. In: image0, image1 (b 1|3 h w in [0, 1]), optionally mask0,
         mask1 (b h w, 0 = padding). Out: keypoints0, keypoints1 (m 2), confidence (m), batch_indexes."""
