@@ -171,7 +171,8 @@ class Matcher:
             zoom = min(1 / scale, MOST_ZOOM)
             large = resize(image.gray, *(max(1, round(n * scale * zoom)) for n in (width, height)))
             sharp = (large * 255).round().astype(np.uint8)  # a quarter of the memory, and no less exact
-        return Prepared(resize(image.gray, w, h), image.size, image.name, in_memory, sharp=sharp).masked(mask)
+        prepared = Prepared(resize(image.gray, w, h), image.size, image.name, in_memory, sharp=sharp)
+        return prepared.masked(image.opaque).masked(mask)
 
     @torch.inference_mode()
     def _extract(self, prepared: list[Prepared]) -> list[Features]:
@@ -277,11 +278,12 @@ class Prepared:
     sharp: np.ndarray | None = None
 
     def masked(self, source: MaskLike) -> Prepared:
-        """With a mask; the image is not turned yet."""
+        """With a mask, beside the one it may have; the image is not turned yet."""
         if source is None:
             return self
         height, width = self.gray.shape
-        return replace(self, mask=resize(load_mask(source, self).astype(np.float32), width, height))
+        mask = resize(load_mask(source, self).astype(np.float32), width, height)
+        return replace(self, mask=mask if self.mask is None else np.minimum(mask, self.mask))
 
     def turned(self, turns: int) -> Prepared:
         mask = None if self.mask is None else np.rot90(self.mask, turns)
