@@ -10,6 +10,7 @@ from pairs_for_tests import ShiftedTextures
 
 from prism_match.config import PRESETS, ModelConfig
 from prism_match.model.backbone import double
+from prism_match.model.matching import coarse_matches
 from prism_match.model.mpm import LayerState
 from prism_match.model.prism import PRISM
 from prism_match.model.refinement import expectation
@@ -95,20 +96,18 @@ def test_coarse_loss_is_the_mean_of_minus_log_p(generator, masked, weighted):
 
 
 def test_coarse_loss_agrees_with_the_model_s_own_confidence(generator):
-    from reference import log_confidence
-
-    from prism_match.model.matching import similarity
-
-    truth, layer = random_truth(generator), random_layer(generator, keep=False)
+    """Where the truth is what the model matches, the loss is that of the confidences it tells."""
+    layer = random_layer(generator, keep=True)
+    every = torch.ones(B, H, W, dtype=torch.bool)
+    i, j, pair, confidence = coarse_matches(layer, every, every, ModelConfig(border=0), theta_c=0.0)
+    match = torch.full((B, N), -1)
+    match[pair, i] = j
+    known = match >= 0
+    truth = CoarseTruth(match, known, known, ~known, ~known, torch.zeros(B, N, 2))
     loss, _ = coarse_loss(layer, truth, temperature=0.1, weighted=True)
-    s = similarity(layer.coarse0.flatten(1, 2), layer.coarse1.flatten(1, 2), 0.1)
-    nmi = [torch.nn.functional.logsigmoid(x.flatten(1)) for x in (layer.logit0, layer.logit1)]
-    log_p = log_confidence(s, *nmi)
-    i = truth.match0[0].ge(0).nonzero().squeeze(1)
-    mean0 = log_p[0, i, truth.match0[0, i]].mean()
-    i = truth.match0[1].ge(0).nonzero().squeeze(1)
-    mean1 = log_p[1, i, truth.match0[1, i]].mean()
-    assert loss.item() == pytest.approx(-(mean0 + mean1).item() / 3, rel=1e-5)
+    expected = [-confidence[pair == k].log().mean() for k in range(B)]
+    assert len(confidence) > 2 * B
+    assert loss.item() == pytest.approx(torch.stack(expected).mean().item(), rel=1e-5)
 
 
 def test_pairs_with_few_matches_weigh_less_on_request(generator):

@@ -101,8 +101,10 @@ def test_features_are_computed_once_per_image(matcher: Matcher, monkeypatch: pyt
 
     monkeypatch.setattr(matcher.model, "extract", spy)
     pairs = [(images[i], images[j]) for i in range(4) for j in range(4)]
-    assert len(list(matcher.match_many(pairs, batch_size=3))) == 16
+    results = list(matcher.match_many(pairs, batch_size=3))
     assert sum(seen) == 4
+    for pair, result in zip(pairs, results, strict=True):
+        same(result, matcher.match(*pair))
 
 
 def test_feature_cache_stays_within_its_limit(matcher: Matcher) -> None:
@@ -354,7 +356,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UserError, match="No space left"):
         some_matches(7).save(path)
     monkeypatch.undo()
-    assert len(Matches.load(path)) == 5
+    assert np.array_equal(Matches.load(path).keypoints0, some_matches(5).keypoints0)
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -501,8 +503,9 @@ def test_spread_matches_cover_the_image_and_are_the_best_there() -> None:
 
 def test_filter_and_swap() -> None:
     matches = some_matches()
-    assert len(matches.filter(min_score=0.5)) == (matches.scores >= 0.5).sum()
-    assert np.array_equal(matches.filter(top=4).scores, matches.scores[:4])
+    sure = matches.scores >= 0.5
+    assert np.array_equal(matches.filter(min_score=0.5).keypoints1, matches.keypoints1[sure])
+    assert np.array_equal(matches.filter(top=4).keypoints0, matches.keypoints0[:4])
     assert np.array_equal(
         matches.filter(matches.scores > 0.9).keypoints0, matches.keypoints0[matches.scores > 0.9]
     )
