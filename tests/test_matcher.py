@@ -454,6 +454,7 @@ def test_matches_that_do_not_fit_together() -> None:
     ("keep", "reason"),
     [
         (np.ones(29, bool), "keep has 29 entries, but there are 30 matches"),
+        (np.zeros(0, bool), "keep has 0 entries, but there are 30 matches"),
         (np.ones((30, 1), bool), "keep must be a row"),
         ([0, 30], "beyond the 30 matches"),
         ([-31], "beyond the 30 matches"),
@@ -510,6 +511,7 @@ def test_filter_and_swap() -> None:
         matches.filter(matches.scores > 0.9).keypoints0, matches.keypoints0[matches.scores > 0.9]
     )
     assert np.array_equal(matches.filter([3, 1]).scores, matches.scores[[3, 1]])
+    assert len(matches.filter([])) == 0
     swapped = matches.swap()
     assert np.array_equal(swapped.keypoints0, matches.keypoints1) and swapped.size0 == (80, 60)
 

@@ -95,18 +95,14 @@ class Matches:
 
     def _chosen(self, keep: np.ndarray | Sequence[int] | Sequence[bool]) -> np.ndarray:
         chosen = np.asarray(keep)
-        chosen = chosen.astype(int) if chosen.size == 0 else chosen
-        if chosen.ndim != 1 or chosen.dtype.kind not in "bui":
+        if chosen.ndim != 1 or (chosen.dtype.kind not in "bui" and len(chosen)):
             raise UserError("keep must be a row of True and False, or of indices")
-        if chosen.dtype == bool and len(chosen) != len(self):
-            raise UserError(f"keep has {len(chosen)} entries, but there are {len(self)} matches")
-        if (
-            chosen.dtype != bool
-            and chosen.size
-            and not -len(self) <= chosen.min() <= chosen.max() < len(self)
-        ):
+        if chosen.dtype == bool:
+            if len(chosen) != len(self):
+                raise UserError(f"keep has {len(chosen)} entries, but there are {len(self)} matches")
+        elif np.any((chosen < -len(self)) | (chosen >= len(self))):
             raise UserError(f"keep has indices beyond the {len(self)} matches")
-        return chosen
+        return chosen if chosen.dtype == bool else chosen.astype(np.int64)
 
     def swap(self) -> Matches:
         """The same matches with the images exchanged."""
@@ -249,7 +245,8 @@ def _to_arrays(m: Matches) -> dict[str, np.ndarray]:
         "name0": np.array(m.name0), "name1": np.array(m.name1),
     }  # fmt: skip
     if m.details is not None:
-        arrays |= {k: v for k, v in vars(m.details).items() if v is not None}
+        kinds = {"keep0": bool, "keep1": bool, "nmi0": np.float32, "nmi1": np.float32}
+        arrays |= {k: np.asarray(v, kinds[k]) for k, v in vars(m.details).items() if v is not None}
     return arrays | {"count": np.array(len(m)), "checksum": np.array(checksum(arrays))}
 
 
