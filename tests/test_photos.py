@@ -230,6 +230,15 @@ def test_augment_changes_light_not_structure() -> None:
     assert (out.mean((2, 3)) - images.mean((2, 3))).abs().max() > 0.1
 
 
+def test_calm_views_are_changed_little() -> None:
+    images = smooth_photos(32, 64).float().unsqueeze(1) / 255
+    calm = torch.arange(32) < 16
+    out = augment(images, generator(2), calm)
+    a, b = ((t - t.mean((2, 3), keepdim=True)).flatten(1) for t in (images, out))
+    correlation = F.cosine_similarity(a, b)
+    assert correlation[calm].quantile(0.2) > correlation[~calm].quantile(0.2) + 0.05
+
+
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_augment_survives_flat_images(value: float) -> None:
     out = augment(torch.full((8, 1, 32, 32), value), generator(3))

@@ -15,7 +15,7 @@ from torch import Tensor
 from prism_match import colmap_model
 from prism_match.colmap_model import Model, View
 from prism_match.training.data.files import read_depth, read_gray
-from prism_match.training.data.photometric import augment
+from prism_match.training.data.photometric import CALM, augment
 from prism_match.training.data.posed import OVERLAP_BINS, require_fit, scale_intrinsics, spread_weights
 from prism_match.training.pairs import CELL, PairBatch, cell_centres
 from prism_match.training.supervision import Warp, depth_at, warp_by_depth
@@ -260,7 +260,8 @@ class ColmapPairs:
         crops = [self._crop(views[:, k], anchor[:, k], extent[:, k], uniform(3)) for k in (0, 1)]
         image0, image1 = (self._cut(views[:, k], *crops[k], size) for k in (0, 1))
         if self.photometric:
-            image0, image1 = augment(torch.cat([image0, image1]), generator).chunk(2)
+            calm = (uniform() < CALM).repeat(2)
+            image0, image1 = augment(torch.cat([image0, image1]), generator, calm).chunk(2)
         there = self._warp_cells(views[:, 0], views[:, 1], crops[0], crops[1], size)
         back = self._warp_cells(views[:, 1], views[:, 0], crops[1], crops[0], size)
         cells = (batch, size // CELL, size // CELL)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLUR_RADIUS = 5
+CALM = 0.5  # share of pairs whose two views were taken by good cameras in ordinary light
 
 # Luminance quantisation table of the JPEG standard (Annex K), for quality 50.
 JPEG_TABLE = (
@@ -53,22 +54,26 @@ class Draw:
         return torch.randint(n, shape, generator=self.generator, device=self.device)
 
 
-def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-    """b 1 h w in [0, 1] -> the same, each image with its own random changes; h and w divisible by 8."""
+def augment(images: Tensor, generator: torch.Generator, calm: Tensor | None = None) -> Tensor:
+    """b 1 h w in [0, 1] -> the same, each image with its own random changes; h and w divisible by 8.
+    calm: b, bool: images that are changed little. Night and fog teach what to look at, but not to be exact:
+    that is learnt where both views of a pair are good."""
     draw = Draw(generator)
     b = images.shape[0]
+    calm = torch.zeros(b, dtype=torch.bool, device=images.device) if calm is None else calm
+    calm = calm.view(b, 1, 1, 1)
     # Most views are changed strongly, some hardly at all: real pairs have both.
-    strength = draw.uniform(0.15, 1.0, b, 1, 1, 1)
+    strength = draw.uniform(0.15, 1.0, b, 1, 1, 1) * torch.where(calm, 0.4, 1.0)
     # Light differs in most pairs, but most photos are sharp and clean: where all are blurred and grainy,
     # refinement does not learn to be exact.
-    wear = draw.uniform(0, 1, b, 1, 1, 1).pow(2.5)
+    wear = draw.uniform(0, 1, b, 1, 1, 1).pow(2.5) * torch.where(calm, 0.2, 1.0)
     x = _light(images, strength, draw)
-    x = _night(x, draw)
+    x = torch.where(calm, x, _night(x, draw))
     x = _fog(x, strength, draw)
     x = _blur(x, wear, draw)
     x = _develop(x, strength, draw)
     x = _noise(x, wear, draw)
-    x = _jpeg(x.clamp(0, 1), draw)
+    x = _jpeg(x.clamp(0, 1), torch.where(calm, 0.3, 1.0), draw)
     return x.clamp(0, 1)
 
 
@@ -185,13 +190,13 @@ def _dct(device: torch.device) -> tuple[Tensor, Tensor]:
     return basis, torch.tensor(JPEG_TABLE, device=device) / 255.0
 
 
-def _jpeg(image: Tensor, draw: Draw) -> Tensor:
-    """Quantise the cosine transform of 8x8 blocks, with a quality for each image."""
+def _jpeg(image: Tensor, coarse: Tensor, draw: Draw) -> Tensor:
+    """Quantise the cosine transform of 8x8 blocks, with a quality for each image; coarse: b 1 1 1."""
     b, _, h, w = image.shape
     # Moved by (3, 5): block edges that coincide with the matcher's cells would be a giveaway.
     moved = torch.roll(image, (3, 5), (2, 3)).view(b, h // 8, 8, w // 8, 8)
     basis, table = _dct(image.device)
-    step = draw.log_uniform(0.08, 2.0, b, 1, 1, 1, 1) * table.view(1, 1, 8, 1, 8)
+    step = draw.log_uniform(0.08, 2.0, b, 1, 1, 1, 1) * coarse[..., None] * table.view(1, 1, 8, 1, 8)
     spectrum = torch.einsum("ij,bhjwk,lk->bhiwl", basis, moved, basis)
     stored = torch.round(spectrum / step) * step
     decoded = torch.einsum("ij,bhiwl,lk->bhjwk", basis, stored, basis)

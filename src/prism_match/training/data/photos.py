@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prism_match.training.data.photometric import Draw, augment
+from prism_match.training.data.photometric import CALM, Draw, augment
 from prism_match.training.data.texture import flat_cells, forget_flat
 from prism_match.training.pairs import PairBatch, cell_centres
 
@@ -236,13 +236,14 @@ class PhotoPairs:
         stranger = draw.chance(self.strangers, batch)
         shown = photo[:, 0], torch.where(stranger, photo[:, 3], photo[:, 0])
         patches = [Patches(draw, batch, size) for _ in range(2)]
+        calm = draw.chance(CALM, batch)
         images, truth, flat = [], [], []
         for i, j in ((0, 1), (1, 0)):
             image = self._render(
                 self.store, to_photo[:, i], shown[i], photo[:, 1 + i], mosaic, patches[i], size
             )
             flat.append(flat_cells(image))
-            images.append(augment(image, generator) if self.photometric else image)
+            images.append(augment(image, generator, calm) if self.photometric else image)
             warp, visible = warp_cells(to_photo[:, i], to_photo[:, j], patches[i], patches[j], size)
             truth.append((warp, visible & ~stranger.view(-1, 1, 1)))
         pairs = PairBatch(images[0], images[1], *truth[0], *truth[1], names=(self.name,) * batch)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from prism_match.training.data.photometric import Draw, augment
+from prism_match.training.data.photometric import CALM, Draw, augment
 from prism_match.training.data.photos import PhotoStore, subpixels
 from prism_match.training.data.texture import flat_cells, forget_flat
 from prism_match.training.data.worlds.families import FAMILIES, RECTS, ROUNDS, Family, Rig, place
@@ -79,10 +79,12 @@ class Worlds:
 
     def photograph(self, views: View, size: int, generator: torch.Generator) -> PairBatch:
         """The images of 2b views, each in its own light, and their ground truth."""
-        light = random_light(Draw(generator), views, self.store.count)
+        draw = Draw(generator)
+        light = random_light(draw, views, self.store.count)
         images = self._render(views, light, size)
         flat = flat_cells(images).chunk(2)
-        images = augment(images, generator) if self.photometric else images.clamp(0, 1)
+        calm = draw.chance(CALM, len(images) // 2).repeat(2)
+        images = augment(images, generator, calm) if self.photometric else images.clamp(0, 1)
         warp, visible = warp_cells(views, size)
         (image0, image1), (warp0, warp1), (visible0, visible1) = (t.chunk(2) for t in (images, warp, visible))
         pairs = PairBatch(image0, image1, warp0, visible0, warp1, visible1, names=(self.name,) * len(image0))
