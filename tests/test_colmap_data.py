@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from synthetic_scene import HEIGHT, WIDTH, K, Scene, make_scene
 
+from prism_match.frames import read_depth, write_depth
 from prism_match.training.data.colmap import ColmapPairs, depth_path, read_model
-from prism_match.training.data.files import read_depth, write_depth
 from prism_match.training.data.posed import scale_intrinsics, spread_weights
 from prism_match.training.pairs import PairBatch, cell_centres
 from prism_match.training.supervision import coarse_ground_truth

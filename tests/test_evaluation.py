@@ -23,13 +23,13 @@ from synthetic_scene import HEIGHT, WIDTH, K, Scene, make_scene
 from typer.testing import CliRunner
 
 from prism_match import UserError
+from prism_match.cli.eval import Benchmark, evaluate
 from prism_match.config import PRESETS
+from prism_match.engine.methods import ImagePair, Plugin, Prism, Sift, as_method, make_matches
 from prism_match.evaluation.benchmarks import BENCHMARKS
-from prism_match.evaluation.commands import Benchmark, evaluate
 from prism_match.evaluation.hpatches import evaluate_homography, read_hpatches, read_sequence
 from prism_match.evaluation.masks import mask_quality, summarise
 from prism_match.evaluation.megadepth import read_megadepth
-from prism_match.evaluation.methods import ImagePair, Plugin, Prism, Sift, as_method, make_matches
 from prism_match.evaluation.options import Options, warn_once
 from prism_match.evaluation.pairs import Pair, PosePair, Resize, choose, scale_points, scaling
 from prism_match.evaluation.pose import evaluate_pose
@@ -802,7 +802,7 @@ def test_runs_without_optional_libraries() -> None:
         "import sys\n"
         "for name in ('poselib', 'matplotlib', 'rich', 'pydantic', 'pycolmap'): sys.modules[name] = None\n"
         "import prism_match.evaluation.benchmarks, prism_match.evaluation.covisible\n"
-        "import prism_match.evaluation.commands\n"
+        "import prism_match.cli.eval\n"
         "from prism_match.evaluation.pose import evaluate_pose\n"
         "try: evaluate_pose([], 'sift', ransac='poselib')\n"
         "except ValueError as error: print(error)\n"

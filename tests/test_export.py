@@ -14,7 +14,7 @@ from conftest import ASSETS
 from typer.testing import CliRunner
 
 from prism_match import Matches, UserError
-from prism_match.export.commands import export_app
+from prism_match.cli.export import export_app
 from prism_match.export.hloc import (
     DenseMatches,
     Features,

@@ -22,18 +22,28 @@ from typer.testing import CliRunner
 
 from prism_match import UserError
 from prism_match.cameras import Camera, pinhole
+from prism_match.cli.eval import parse_limits
+from prism_match.cli.localize import localize_command
 from prism_match.colmap_model import read_model
+from prism_match.engine.methods import ImagePair, Sift
 from prism_match.evaluation.benchmarks import BENCHMARKS
-from prism_match.evaluation.commands import parse_limits
-from prism_match.evaluation.methods import ImagePair, Sift
 from prism_match.evaluation.options import Options
 from prism_match.evaluation.pairs import Resize, scale_points
 from prism_match.evaluation.runner import Clock, Run
 from prism_match.evaluation.triangulate import triangulate_map
 from prism_match.geometry import rotation_angle
 from prism_match.images import ORIENTATION
-from prism_match.matches import Matches
-from prism_match.pipelines.localize import (
+from prism_match.maps.landmarks import (
+    DepthMap,
+    ScanMap,
+    SfmMap,
+    read_scan,
+    rigid,
+    snap,
+    stored_orientation,
+    without,
+)
+from prism_match.maps.localization import (
     Correspondences,
     Query,
     localize,
@@ -44,19 +54,9 @@ from prism_match.pipelines.localize import (
     with_fallback,
     write_poses,
 )
-from prism_match.pipelines.localize_commands import localize_command
-from prism_match.pipelines.maps import (
-    DepthMap,
-    ScanMap,
-    SfmMap,
-    read_scan,
-    rigid,
-    snap,
-    stored_orientation,
-    without,
-)
-from prism_match.pipelines.pnp import estimate_camera_pose
-from prism_match.pipelines.query_matching import match_queries, retrieve
+from prism_match.maps.pnp import estimate_camera_pose
+from prism_match.maps.queries import match_queries, retrieve
+from prism_match.matches import Matches
 from prism_match.training.data.rgbd import read_sequence
 
 SIZE = (WIDTH, HEIGHT)
@@ -630,7 +630,7 @@ def test_a_photo_is_not_retrieved_for_itself(tmp_path: Path, monkeypatch: pytest
     rows = np.eye(4, dtype=np.float32)[:3] + 0.1
     by_name = dict(zip("abc", rows, strict=True))
     monkeypatch.setattr(
-        "prism_match.pipelines.retrieval.describe_files",
+        "prism_match.maps.retrieval.describe_files",
         lambda matcher, files, *_: ({path: by_name[path.name] for path in files}, {}),
     )
     photos = {name: tmp_path / name for name in "abc"}
@@ -732,8 +732,8 @@ def test_intrinsics_that_are_given_are_used(
     cv2.imwrite(str(queries / "a.png"), cv2.imread(str(scene.root / "images" / scene.names[2])))
     (tmp_path / "cameras.txt").write_text("a.png SIMPLE_RADIAL 160 120 149 80 60 0.01\n")
     (tmp_path / "pairs.txt").write_text(f"a.png {scene.names[1]}\na.png {scene.names[3]}\n")
-    monkeypatch.setattr("prism_match.cli.make_matcher", lambda *_: None)
-    monkeypatch.setattr("prism_match.evaluation.methods.Prism", lambda *_: Sift())
+    monkeypatch.setattr("prism_match.cli.localize.make_matcher", lambda *_: None)
+    monkeypatch.setattr("prism_match.engine.methods.Prism", lambda *_: Sift())
     result = invoke(
         "--map", scene.root, "--queries", queries, "--intrinsics", tmp_path / "cameras.txt",
         "--pair-list", tmp_path / "pairs.txt", "-o", tmp_path / "out", "--min-inliers", 4,

@@ -15,14 +15,15 @@ from conftest import ASSETS
 from synthetic_matcher import SyntheticMatcher, make_photos, write_noise
 
 from prism_match.config import PRESETS
+from prism_match.engine import features as batch
+from prism_match.engine.features import match_pairs, match_settings
+from prism_match.engine.store import ImageEntry, MatchStore, PairMatches
 from prism_match.errors import UserError
+from prism_match.maps import pairs
+from prism_match.maps.retrieval import global_descriptors, top_pairs
 from prism_match.matcher import ImageFeatures, Matcher, Prepared
 from prism_match.matches import Matches
 from prism_match.model.prism import Features
-from prism_match.pipelines import batch, pairs
-from prism_match.pipelines.batch import match_pairs, match_settings
-from prism_match.pipelines.retrieval import global_descriptors, top_pairs
-from prism_match.pipelines.store import ImageEntry, MatchStore, PairMatches
 
 # ---- pairs
 

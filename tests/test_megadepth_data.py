@@ -11,9 +11,9 @@ import pytest
 import torch
 from synthetic_scene import HEIGHT, WIDTH, K, make_scene
 
+from prism_match.cli.data import preview
 from prism_match.errors import UserError
-from prism_match.training.commands import preview
-from prism_match.training.data.files import write_depth
+from prism_match.frames import write_depth
 from prism_match.training.data.megadepth import DEPTHS, MegaDepthPairs, build_index, read_scene_info
 from prism_match.training.pairs import cell_centres
 from prism_match.training.supervision import coarse_ground_truth
@@ -196,7 +196,7 @@ def test_images_as_stored_are_used_whatever_exif_says(root):
     # A photo's orientation tag must not turn it away from its depth map.
     from PIL import Image
 
-    from prism_match.training.data.files import read_gray
+    from prism_match.frames import read_gray
 
     gray = cv2.imread(str(root / "Undistorted_SfM/0001/images/view0.png"), 0)
     exif = Image.Exif()

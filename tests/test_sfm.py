@@ -24,22 +24,23 @@ from synthetic_scene import K
 from typer.testing import CliRunner
 
 from prism_match.cli import app
+from prism_match.cli.localize import open_map
+from prism_match.engine.store import MatchStore
 from prism_match.errors import UserError
 from prism_match.evaluation.posed import camera_matrices
 from prism_match.export.colmap import export_colmap
 from prism_match.export.nerf import camera_to_world, intrinsics
 from prism_match.geometry import align_similarity, rotation_angle
 from prism_match.images import ORIENTATION, load_image, write_png
+from prism_match.maps import colmap
+from prism_match.maps import reconstruction as sfm
+from prism_match.maps.cameras import CameraOptions, choose_cameras, read_exif
+from prism_match.maps.colmap_worker import with_points
+from prism_match.maps.localization import Query, localize
+from prism_match.maps.reconstruction import PairOptions, SfmOptions, find_images, reconstruct, upright_copies
+from prism_match.maps.report import camera_centres, draw_match_graph, draw_top_view
+from prism_match.maps.tracks import TrackOptions, load_tracks
 from prism_match.matches import Matches
-from prism_match.pipelines import colmap, sfm
-from prism_match.pipelines.cameras import CameraOptions, choose_cameras, read_exif
-from prism_match.pipelines.colmap_worker import with_points
-from prism_match.pipelines.localize import Query, localize
-from prism_match.pipelines.localize_commands import open_map
-from prism_match.pipelines.report import camera_centres, draw_match_graph, draw_top_view
-from prism_match.pipelines.sfm import PairOptions, SfmOptions, find_images, reconstruct, upright_copies
-from prism_match.pipelines.store import MatchStore
-from prism_match.pipelines.tracks import TrackOptions, load_tracks
 from prism_match.training.data.colmap import read_model
 
 if find_spec("pycolmap") is None:  # not by importing it: see `colmap_worker`
@@ -247,7 +248,7 @@ def test_a_png_can_be_written_after_a_reconstruction(built, tmp_path):
 
 
 def test_nothing_but_the_worker_imports_pycolmap():
-    modules = "prism_match.cli, prism_match.pipelines.sfm, prism_match.export.colmap"
+    modules = "prism_match.cli, prism_match.maps.reconstruction, prism_match.export.colmap"
     code = f"import sys; import {modules}; assert not any('pycolmap' in m for m in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(Path(colmap.__file__).parents[2])}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
@@ -541,8 +542,8 @@ def test_a_broken_image_is_left_out(built, tmp_path):
 
 
 def test_retrieved_pairs_and_their_cache(tmp_path, monkeypatch):
-    from prism_match.pipelines import retrieval
-    from prism_match.pipelines.sfm import retrieve_pairs
+    from prism_match.maps import retrieval
+    from prism_match.maps.reconstruction import retrieve_pairs
 
     files, asked = {}, []
     for n in range(5):

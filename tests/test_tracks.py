@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from prism_match.engine.store import PairMatches
 from prism_match.errors import UserError
-from prism_match.pipelines.store import PairMatches
-from prism_match.pipelines.track_polish import polish_tracks, strongest_of_track
-from prism_match.pipelines.tracks import (
+from prism_match.maps.track_polish import polish_tracks, strongest_of_track
+from prism_match.maps.tracks import (
     IndexedMatches,
     Keypoints,
     SharedKeypoints,

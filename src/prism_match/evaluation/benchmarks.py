@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from prism_match.engine.methods import Method
 from prism_match.evaluation.hpatches import SHORTER_SIDE, evaluate_homography, read_hpatches
 from prism_match.evaluation.localization import localization
 from prism_match.evaluation.masks import masks
 from prism_match.evaluation.megadepth import read_megadepth
-from prism_match.evaluation.methods import Method
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
 from prism_match.evaluation.pairs import Pair, PosePair, Resize
 from prism_match.evaluation.pose import evaluate_pose

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from prism_match.errors import UserError
 from prism_match.evaluation.pairs import PosePair, Resize, scaling
+from prism_match.frames import read_depth
 from prism_match.images import image_size
-from prism_match.training.data.files import read_depth
 from prism_match.training.data.posed import resize_depth
 from prism_match.training.pairs import CELL, PairBatch, cell_centres
 from prism_match.training.supervision import CoarseTruth, Warp, coarse_ground_truth, depth_at, warp_by_depth

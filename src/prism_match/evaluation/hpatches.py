@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from prism_match.engine.methods import Method, as_method
 from prism_match.errors import UserError
-from prism_match.evaluation.methods import Method, as_method
 from prism_match.evaluation.metrics import CORNER_THRESHOLDS, corner_error, precision
 from prism_match.evaluation.pairs import IMAGE_SUFFIXES, HomographyPair, Resize, scale_points, scaling
 from prism_match.evaluation.pose import check_ransac, degenerate

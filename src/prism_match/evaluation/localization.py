@@ -23,8 +23,8 @@ import numpy as np
 
 from prism_match.cameras import pinhole, read_camera_list
 from prism_match.colmap_model import is_model, read_model
+from prism_match.engine.methods import Method, Sift
 from prism_match.errors import UserError
-from prism_match.evaluation.methods import Method, Sift
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
 from prism_match.evaluation.pairs import Resize, choose
 from prism_match.evaluation.posed import read_cameras, read_scene
@@ -34,11 +34,11 @@ from prism_match.evaluation.triangulate import PosedCamera, triangulate_map
 from prism_match.files import writable_folder
 from prism_match.geometry import camera_centres, rotation_angle
 from prism_match.images import image_size
+from prism_match.maps.landmarks import DepthMap, Map, SfmMap, without
+from prism_match.maps.localization import Localized, Query, localize, read_poses, read_retrieval
+from prism_match.maps.pnp import PnpBackend, choose_backend
+from prism_match.maps.queries import match_queries, retrieve
 from prism_match.matches import Matches
-from prism_match.pipelines.localize import Localized, Query, localize, read_poses, read_retrieval
-from prism_match.pipelines.maps import DepthMap, Map, SfmMap, without
-from prism_match.pipelines.pnp import PnpBackend, choose_backend
-from prism_match.pipelines.query_matching import match_queries, retrieve
 
 WITHIN = ((0.25, 2.0), (0.5, 5.0), (1.0, 10.0))  # metres and degrees, as the paper has them
 TOP = 5  # map photos that a query is matched with

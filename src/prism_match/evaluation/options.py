@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prism_match.engine.methods import Method, Prism, as_method
 from prism_match.errors import UserError
-from prism_match.evaluation.methods import Method, Prism, as_method
 from prism_match.evaluation.pairs import AnyPair, choose, name_apart
 from prism_match.evaluation.runner import Run
 from prism_match.geometry import Backend

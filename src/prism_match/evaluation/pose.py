@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from prism_match.engine.methods import Method, as_method
 from prism_match.errors import UserError
-from prism_match.evaluation.methods import Method, as_method
 from prism_match.evaluation.metrics import (
     EPIPOLAR_THRESHOLD,
     POSE_THRESHOLDS,

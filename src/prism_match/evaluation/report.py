@@ -11,8 +11,8 @@ import cv2
 import numpy as np
 
 from prism_match import viz
+from prism_match.engine.methods import Method
 from prism_match.evaluation.hpatches import PRECISION_AT, in_resized_pixels, reprojection_errors
-from prism_match.evaluation.methods import Method
 from prism_match.evaluation.metrics import EPIPOLAR_THRESHOLD, epipolar_errors
 from prism_match.evaluation.pairs import HomographyPair, Pair, PosePair, Resize
 from prism_match.evaluation.pose import points_in_frames

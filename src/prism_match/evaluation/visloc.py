@@ -21,9 +21,9 @@ from prism_match.evaluation.report import Report, Table, shorten
 from prism_match.evaluation.runner import Clock
 from prism_match.files import writable_folder
 from prism_match.images import image_size
-from prism_match.pipelines.localize import Query, localize, read_retrieval, with_fallback, write_poses
-from prism_match.pipelines.maps import Map, ScanMap, SfmMap
-from prism_match.pipelines.query_matching import match_queries
+from prism_match.maps.landmarks import Map, ScanMap, SfmMap
+from prism_match.maps.localization import Query, localize, read_retrieval, with_fallback, write_poses
+from prism_match.maps.queries import match_queries
 
 SIZE = 1024  # longer side, as hloc has it for LoFTR
 INLOC_FOCAL = 28 / 36  # of the longer side

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
+from prism_match.engine.store import MatchStore
 from prism_match.errors import UserError
 from prism_match.files import atomic_path
 from prism_match.images import exif_orientation, to_stored
+from prism_match.maps import colmap
+from prism_match.maps.cameras import CameraOptions, Cameras, choose_cameras
+from prism_match.maps.track_polish import polish_tracks
+from prism_match.maps.tracks import TrackOptions, save_tracks, share_keypoints
 from prism_match.matcher import find_device
-from prism_match.pipelines import colmap
-from prism_match.pipelines.cameras import CameraOptions, Cameras, choose_cameras
-from prism_match.pipelines.store import MatchStore
-from prism_match.pipelines.track_polish import polish_tracks
-from prism_match.pipelines.tracks import TrackOptions, save_tracks, share_keypoints
 
 COLMAP_ERROR = 4.0  # pixels of the photos
 MATCHED_ERROR = 2.0  # pixels of the images as they were matched

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from prism_match.frames import read_depth, write_depth
 from prism_match.training.data.colmap import (
     Model,
     View,
@@ -28,7 +29,6 @@ from prism_match.training.data.colmap import (
     read_model,
     require_files,
 )
-from prism_match.training.data.files import read_depth, write_depth
 from prism_match.training.data.posed import scale_intrinsics
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from prism_match import colmap_model
 from prism_match.colmap_model import Model, View
-from prism_match.training.data.files import read_depth, read_gray
+from prism_match.frames import read_depth, read_gray
 from prism_match.training.data.photometric import augment
 from prism_match.training.data.posed import OVERLAP_BINS, require_fit, scale_intrinsics, spread_weights
 from prism_match.training.pairs import CELL, PairBatch, cell_centres

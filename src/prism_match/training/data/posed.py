@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prism_match.frames import read_depth, read_gray
 from prism_match.geometry import resize_matrix
-from prism_match.training.data.files import read_depth, read_gray
 from prism_match.training.pairs import CELL, PairBatch, cell_centres
 from prism_match.training.supervision import Warp, warp_by_depth
 

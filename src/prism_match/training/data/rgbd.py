@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from prism_match.training.data.files import read_depth
+from prism_match.frames import read_depth
 from prism_match.training.data.posed import Frame, PosedPairs, resize_depth, scale_intrinsics, spread_weights
 from prism_match.training.supervision import warp_by_depth
 

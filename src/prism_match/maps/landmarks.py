@@ -20,7 +20,7 @@ from prism_match.cameras import Camera, pinhole
 from prism_match.colmap_model import Model, View
 from prism_match.errors import UserError
 from prism_match.images import exif_orientation, image_size
-from prism_match.pipelines.tracks import one_to_one
+from prism_match.maps.tracks import one_to_one
 
 if TYPE_CHECKING:
     from prism_match.training.data.posed import Frame
@@ -193,7 +193,7 @@ class DepthMap:
         return Lifted(rows, xyz, np.full(len(rows), -1), np.asarray(pixels, float)[rows])
 
     def _read(self, name: str) -> np.ndarray:
-        from prism_match.training.data.files import read_depth
+        from prism_match.frames import read_depth
 
         try:
             return read_depth(self.frames[name].depth, self.per_metre)

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from prism_match.images import load_image
-from prism_match.pipelines.tracks import SharedKeypoints
+from prism_match.maps.tracks import SharedKeypoints
 from prism_match.polish import polish
 
 PHOTOS_IN_MEMORY = 64

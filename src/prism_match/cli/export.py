@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from prism_match.cli_options import PolishOption
-from prism_match.errors import UserError
-from prism_match.pipelines.sfm_commands import (
+from prism_match.cli.options import PolishOption
+from prism_match.cli.output import print_table
+from prism_match.cli.sfm import (
     CellOption,
     ErrorOption,
     IntrinsicsOption,
@@ -20,9 +20,10 @@ from prism_match.pipelines.sfm_commands import (
     Sharing,
     SharingOption,
 )
+from prism_match.errors import UserError
 
 if TYPE_CHECKING:
-    from prism_match.pipelines.store import Names, PairMatches
+    from prism_match.engine.store import Names, PairMatches
 
 export_app = typer.Typer(
     help="Write matches in the formats of other tools.", no_args_is_help=True, rich_markup_mode=None
@@ -66,10 +67,9 @@ def colmap(
       prism export colmap out/matches.h5 -o database.db --images photos
       prism export colmap out/matches.h5 -o project/database.db --verify
     """
-    from prism_match.cli import print_table
     from prism_match.export.colmap import export_colmap
-    from prism_match.pipelines.cameras import CameraOptions
-    from prism_match.pipelines.tracks import TrackOptions
+    from prism_match.maps.cameras import CameraOptions
+    from prism_match.maps.tracks import TrackOptions
 
     counts = export_colmap(
         matches,
@@ -123,7 +123,7 @@ def hloc(
         write_matches,
     )
     from prism_match.files import atomic_path, writable_folder
-    from prism_match.pipelines.tracks import TrackOptions, share_keypoints
+    from prism_match.maps.tracks import TrackOptions, share_keypoints
 
     options = TrackOptions(cell, max_error, max_keypoints)
     found, sizes, scales = read_all(matches, images)
@@ -149,8 +149,8 @@ def read_all(
     images, and how many times larger they are than they were matched, where it is known."""
     import h5py
 
+    from prism_match.engine.store import MatchStore, PairMatches
     from prism_match.matches import Matches
-    from prism_match.pipelines.store import MatchStore, PairMatches
 
     found: dict[Names, PairMatches] = {}
     sizes: dict[str, tuple[int, int]] = {}

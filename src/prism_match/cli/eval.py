@@ -10,7 +10,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from prism_match.cli_options import (
+from prism_match.cli.options import (
     WEIGHTS_HELP,
     DeviceOption,
     PolishOption,

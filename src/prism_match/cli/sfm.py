@@ -8,7 +8,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from prism_match.cli_options import (
+from prism_match.cli.options import (
     DeviceOption,
     PolishOption,
     Precision,
@@ -16,7 +16,9 @@ from prism_match.cli_options import (
     Rotate,
     RotateOption,
     WeightsOption,
+    make_matcher,
 )
+from prism_match.cli.output import print_table
 
 
 class Mapper(str, Enum):
@@ -109,11 +111,16 @@ def sfm(
       prism sfm photos -o out --matches-only                on a machine with a GPU, then elsewhere
       prism sfm photos -o out2 --matches out/matches.h5
     """
-    from prism_match.cli import make_matcher, print_table
     from prism_match.files import writable_folder, write_json
-    from prism_match.pipelines.cameras import CameraOptions
-    from prism_match.pipelines.sfm import PairOptions, SfmOptions, find_images, match_images, reconstruct
-    from prism_match.pipelines.tracks import TrackOptions
+    from prism_match.maps.cameras import CameraOptions
+    from prism_match.maps.reconstruction import (
+        PairOptions,
+        SfmOptions,
+        find_images,
+        match_images,
+        reconstruct,
+    )
+    from prism_match.maps.tracks import TrackOptions
 
     options = SfmOptions(
         pairs=PairOptions(pairs, window, loop, neighbours),

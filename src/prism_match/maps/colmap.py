@@ -15,7 +15,7 @@ from typing import Any
 import prism_match
 from prism_match.errors import UserError
 
-WORKER = "prism_match.pipelines.colmap_worker"
+WORKER = "prism_match.maps.colmap_worker"
 
 
 def require() -> None:

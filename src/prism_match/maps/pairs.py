@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from prism_match.errors import UserError
-from prism_match.pipelines.retrieval import top_pairs
+from prism_match.maps.retrieval import top_pairs
 
 
 def exhaustive(count: int) -> np.ndarray:

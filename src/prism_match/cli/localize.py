@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from prism_match.cli_options import (
+from prism_match.cli.options import (
     DeviceOption,
     PolishOption,
     Precision,
@@ -18,12 +18,13 @@ from prism_match.cli_options import (
     Rotate,
     RotateOption,
     WeightsOption,
+    make_matcher,
 )
 from prism_match.errors import UserError
 
 if TYPE_CHECKING:
-    from prism_match.pipelines.localize import Query
-    from prism_match.pipelines.maps import Map
+    from prism_match.maps.landmarks import Map
+    from prism_match.maps.localization import Query
 
 
 class Pnp(str, Enum):
@@ -94,14 +95,13 @@ def localize_command(
       prism localize --map model --images photos --queries q.jpg --intrinsics 920,922,506.6,335.4
       prism localize --map rgbd-sequence --queries q.jpg --depth-scale 5000
     """
-    from prism_match.cli import make_matcher
-    from prism_match.evaluation.methods import Prism
+    from prism_match.engine.methods import Prism
     from prism_match.evaluation.pairs import Resize
     from prism_match.evaluation.runner import Clock
     from prism_match.files import writable_folder, write_json
-    from prism_match.pipelines.localize import Localized, localize, with_fallback, write_poses
-    from prism_match.pipelines.pnp import choose_backend
-    from prism_match.pipelines.query_matching import match_queries, retrieve
+    from prism_match.maps.localization import Localized, localize, with_fallback, write_poses
+    from prism_match.maps.pnp import choose_backend
+    from prism_match.maps.queries import match_queries, retrieve
 
     for name, value, least in (
         ("top", top, 1),
@@ -195,7 +195,7 @@ def find_queries(given: list[Path]) -> dict[str, Path]:
 
 
 def read_listed(pair_list: Path, photos: dict[str, Path]) -> dict[str, list[str]]:
-    from prism_match.pipelines.localize import read_retrieval
+    from prism_match.maps.localization import read_retrieval
 
     listed = read_retrieval(pair_list)
     if not any(q in listed for q in photos):
@@ -210,8 +210,8 @@ def read_given(intrinsics: str, photos: dict[str, Path]) -> dict[str, Query]:
 
     from prism_match.cameras import pinhole, read_camera_list
     from prism_match.images import image_size
-    from prism_match.pipelines.cameras import check_numbers
-    from prism_match.pipelines.localize import Query
+    from prism_match.maps.cameras import check_numbers
+    from prism_match.maps.localization import Query
 
     if Path(intrinsics).is_file():
         given = read_camera_list(Path(intrinsics))
@@ -238,8 +238,8 @@ def open_map(
     """Which kind of map it is, its files tell."""
     from prism_match.colmap_model import is_model, read_model
     from prism_match.evaluation.localization import is_sequence
-    from prism_match.pipelines.maps import DepthMap, ScanMap, SfmMap
-    from prism_match.pipelines.sfm import origin_of
+    from prism_match.maps.landmarks import DepthMap, ScanMap, SfmMap
+    from prism_match.maps.reconstruction import origin_of
     from prism_match.training.data.rgbd import read_sequence
 
     if not path.exists():
@@ -279,8 +279,8 @@ def make_query(
     shape, or a guess."""
     from prism_match.cameras import Camera
     from prism_match.images import image_size
-    from prism_match.pipelines.cameras import UNKNOWN_FOCAL, read_exif
-    from prism_match.pipelines.localize import Query
+    from prism_match.maps.cameras import UNKNOWN_FOCAL, read_exif
+    from prism_match.maps.localization import Query
 
     if given is not None and name in given:
         return given[name], "the intrinsics given"

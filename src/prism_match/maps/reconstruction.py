@@ -22,26 +22,26 @@ import PIL.Image
 import PIL.ImageOps
 from tqdm import tqdm
 
+from prism_match.engine.store import MatchStore, Names
 from prism_match.errors import UserError
 from prism_match.evaluation.pairs import IMAGE_SUFFIXES
 from prism_match.export.colmap import colmap_error, write_database
 from prism_match.export.nerf import write_transforms
 from prism_match.files import atomic_path, file_digest, short_hash, writable_folder, write_json
 from prism_match.images import exif_orientation, image_size, load_image
-from prism_match.matcher import find_device
-from prism_match.pipelines import colmap
-from prism_match.pipelines import pairs as pairing
-from prism_match.pipelines.cameras import CameraOptions, choose_cameras
-from prism_match.pipelines.report import PICTURES, write_report
-from prism_match.pipelines.store import MatchStore, Names
-from prism_match.pipelines.track_polish import polish_tracks
-from prism_match.pipelines.tracks import (
+from prism_match.maps import colmap
+from prism_match.maps import pairs as pairing
+from prism_match.maps.cameras import CameraOptions, choose_cameras
+from prism_match.maps.report import PICTURES, write_report
+from prism_match.maps.track_polish import polish_tracks
+from prism_match.maps.tracks import (
     SharedKeypoints,
     TrackOptions,
     load_tracks,
     save_tracks,
     share_keypoints,
 )
+from prism_match.matcher import find_device
 
 if TYPE_CHECKING:
     from prism_match.matcher import Matcher
@@ -228,7 +228,7 @@ def match_images(
             if file_digest(files[name]) != store.images[name].digest:
                 raise UserError(f"{options.matches}: its matches are of another {name} than the one here")
         return Matched(store, {pair for pair in store.pairs if files.keys() >= set(pair)}, {})
-    from prism_match.pipelines.batch import MAPS_IN_MEMORY, match_pairs, match_settings
+    from prism_match.engine.features import MAPS_IN_MEMORY, match_pairs, match_settings
 
     matcher = make_matcher()
     pairs, broken = choose_pairs(files, out, options.pairs, matcher, progress)
@@ -267,7 +267,7 @@ def choose_pairs(
 def retrieve_pairs(
     files: dict[str, Path], cache: Path, neighbours: int, matcher: Matcher, progress: bool
 ) -> tuple[np.ndarray, dict[str, str]]:
-    from prism_match.pipelines.retrieval import describe_files
+    from prism_match.maps.retrieval import describe_files
 
     described, broken = describe_files(matcher, files.values(), cache, progress)
     told = {name: broken[path] for name, path in files.items() if path in broken}

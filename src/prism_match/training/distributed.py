@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class World:
+class Processes:
     rank: int = 0
     size: int = 1
 
@@ -35,14 +35,14 @@ class World:
         return bool(shared.item())
 
 
-def join_world(device: torch.device) -> tuple[World, torch.device]:
+def join_processes(device: torch.device) -> tuple[Processes, torch.device]:
     """This process's place among those of torchrun, and the device that is its own."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index or 0)))
         torch.cuda.set_device(device)
     if size == 1:
-        return World(), device
+        return Processes(), device
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    return World(dist.get_rank(), dist.get_world_size()), device
+    return Processes(dist.get_rank(), dist.get_world_size()), device

@@ -18,9 +18,9 @@ import h5py
 import numpy as np
 import torch
 
+from prism_match.engine.store import Names, PairMatches, pair_key
 from prism_match.errors import UserError
 from prism_match.files import atomic_path
-from prism_match.pipelines.store import Names, PairMatches, pair_key
 from prism_match.polish import local_affine
 
 ANCHOR = 0.05  # weight, in scores, of where a keypoint was at first: a track as a whole must not wander

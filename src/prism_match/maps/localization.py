@@ -18,9 +18,9 @@ from prism_match.errors import UserError
 from prism_match.evaluation.pairs import scale_points
 from prism_match.files import atomic_path
 from prism_match.images import to_stored
+from prism_match.maps.landmarks import Map, stored_orientation
+from prism_match.maps.pnp import LEAST, PnpBackend, estimate_camera_pose
 from prism_match.matches import Matches
-from prism_match.pipelines.maps import Map, stored_orientation
-from prism_match.pipelines.pnp import LEAST, PnpBackend, estimate_camera_pose
 from prism_match.polish import local_affine
 
 MERGE_RADIUS = 4.0  # pixels of the query within which two sightings of a point are one

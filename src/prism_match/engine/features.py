@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from prism_match.engine.store import ImageEntry, MatchStore, Names, PairMatches
 from prism_match.errors import UserError
 from prism_match.files import atomic_path, file_digest, short_hash, writable_folder
 from prism_match.images import load_image
+from prism_match.maps.pairs import in_blocks
 from prism_match.matcher import ImageFeatures, Matcher, Prepared
 from prism_match.matches import Matches
 from prism_match.model.prism import Features
-from prism_match.pipelines.pairs import in_blocks
-from prism_match.pipelines.store import ImageEntry, MatchStore, Names, PairMatches
 
 MAPS_IN_MEMORY = 32  # 70 MB each at 832 pixels and in full precision
 MAPS_ON_DISK = 8 * 2**30  # bytes

@@ -1,8 +1,8 @@
-"""Everything that needs pycolmap, in a process of its own: `python -m prism_match.pipelines.colmap_worker`.
+"""Everything that needs pycolmap, in a process of its own: `python -m prism_match.maps.colmap_worker`.
 
 Once pycolmap is imported, writing a PNG in the same process can abort it: pycolmap 4.2 brings a zlib of its
 own whose symbols get mixed up with those of OpenCV and Pillow. So no other module imports pycolmap; they
-call `prism_match.pipelines.colmap.run`, which starts this one. A job comes in as a line of JSON, what happens
+call `prism_match.maps.colmap.run`, which starts this one. A job comes in as a line of JSON, what happens
 goes out as lines of JSON: {"event": ...} while it runs and {"result": ...} or {"error": ...} at the end.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from prism_match.pipelines.tracks import load_tracks
+from prism_match.maps.tracks import load_tracks
 
 HALF_PIXEL = 0.5  # COLMAP has the centre of the top-left pixel at (0.5, 0.5)
 MIN_TRIANGULATION_ANGLES = (16.0, 8.0, 4.0)  # degrees, of the first pair; narrower where none is that wide

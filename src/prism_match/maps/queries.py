@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from prism_match.evaluation.methods import Method
+from prism_match.engine.methods import Method
 from prism_match.evaluation.pairs import Pair, Resize
 from prism_match.evaluation.runner import Clock, match_all, progress_bar
 from prism_match.matches import Matches
@@ -36,7 +36,7 @@ def retrieve(
     """For each query the `top` map photos most like it by the global descriptor of the matcher's backbone,
     best first; and what is wrong with files that cannot be read. A query that is a map photo itself is not
     matched with itself. cache: where descriptors stay, an .npz."""
-    from prism_match.pipelines.retrieval import describe_files, top_pairs
+    from prism_match.maps.retrieval import describe_files, top_pairs
 
     described, broken = describe_files(matcher, [*photos.values(), *queries.values()], cache, progress)
     asked = [q for q, path in queries.items() if path in described]

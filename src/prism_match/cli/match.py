@@ -1,0 +1,87 @@
+"""`prism match`."""
+
+from __future__ import annotations
+
+import time
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from prism_match.cli.options import (
+    ConfigOption,
+    DeviceOption,
+    JsonOption,
+    OutOption,
+    PolishOption,
+    Precision,
+    PrecisionOption,
+    Rotate,
+    RotateOption,
+    SizeOption,
+    ThresholdOption,
+    WeightsOption,
+    make_matcher,
+)
+from prism_match.cli.output import busy, report, summary, write_results
+
+
+class Geometry(str, Enum):
+    fundamental = "fundamental"
+    homography = "homography"
+
+
+def match(
+    image0: Annotated[Path, typer.Argument(help="First photo.", show_default=False)],
+    image1: Annotated[Path, typer.Argument(help="Second photo.", show_default=False)],
+    out: OutOption = Path("prism-out"),
+    size: SizeOption = None,
+    threshold: ThresholdOption = None,
+    max_matches: Annotated[Optional[int], typer.Option(help="Keep only the most confident ones.")] = None,
+    mask0: Annotated[
+        Optional[Path], typer.Option(help="Image of the first one's size; look where not 0.")
+    ] = None,
+    mask1: Annotated[Optional[Path], typer.Option(help="The same for the second photo.")] = None,
+    geometry: Annotated[
+        Geometry,
+        typer.Option(help="Model that the inliers are counted for; homography also gives an overlay."),
+    ] = Geometry.fundamental,
+    rotate: RotateOption = Rotate.auto,
+    polish: PolishOption = True,
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = Precision.auto,
+    weights: WeightsOption = None,
+    model_config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Match two photos; write the matches and pictures of them.
+
+    OUT gets matches.npz, matches.png (lines from red, unsure, to green, sure), pruning.png (cells by the
+    MPM that pruned them) and, with --geometry homography, overlay.png.
+
+    \b
+    Examples:
+      prism match a.jpg b.jpg -o out
+      prism match a.jpg b.jpg --size 1152 --threshold 0.4 --json
+      prism match wall1.jpg wall2.jpg --geometry homography
+    """
+    from prism_match.files import writable_folder
+    from prism_match.images import load_image, load_mask
+
+    # Before the model is loaded: what is wrong with a file should not take seconds to be told.
+    first, second = load_image(image0), load_image(image1)
+    region0 = None if mask0 is None else load_mask(mask0, first)
+    region1 = None if mask1 is None else load_mask(mask1, second)
+    matcher = make_matcher(
+        weights, model_config, device, precision, size, threshold, max_matches, rotate, polish
+    )
+    folder = writable_folder(out)
+    with busy("matching"):
+        start = time.perf_counter()
+        matches = matcher.match(first, second, region0, region1, details=True)
+        seconds = time.perf_counter() - start
+    estimate = matches.estimate(geometry.value)
+    files = write_results(matches, estimate, folder)
+    result = summary(matches, estimate, matcher, seconds) | {"files": [str(f) for f in files]}
+    report(result, as_json)

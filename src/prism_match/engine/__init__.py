@@ -1,0 +1,1 @@
+"""Many pairs: the one way from a list of pairs to stored matches."""
