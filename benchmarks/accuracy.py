@@ -23,10 +23,11 @@ import torch
 import prism_match
 from prism_match import Matcher, UserError
 from prism_match.engine.methods import Method, Prism, Sift
+from prism_match.engine.photos import Resize
 from prism_match.evaluation.hpatches import evaluate_homography, read_hpatches, reprojection_errors
 from prism_match.evaluation.masks import measure_masks, summarise
 from prism_match.evaluation.megadepth import read_megadepth
-from prism_match.evaluation.pairs import Resize, choose
+from prism_match.evaluation.pairs import choose
 from prism_match.evaluation.pose import evaluate_pose
 from prism_match.evaluation.posed import in_resized_frames, read_pair_list
 from prism_match.evaluation.report import Table

@@ -26,12 +26,13 @@ from prism_match import UserError
 from prism_match.cli.eval import Benchmark, evaluate
 from prism_match.config import PRESETS
 from prism_match.engine.methods import ImagePair, Plugin, Prism, Sift, as_method, make_matches
+from prism_match.engine.photos import Resize, scale_points, scaling
 from prism_match.evaluation.benchmarks import BENCHMARKS
 from prism_match.evaluation.hpatches import evaluate_homography, read_hpatches, read_sequence
 from prism_match.evaluation.masks import mask_quality, summarise
 from prism_match.evaluation.megadepth import read_megadepth
 from prism_match.evaluation.options import Options, warn_once
-from prism_match.evaluation.pairs import Pair, PosePair, Resize, choose, scale_points, scaling
+from prism_match.evaluation.pairs import Pair, PosePair, choose
 from prism_match.evaluation.pose import evaluate_pose
 from prism_match.evaluation.posed import in_resized_frames, read_calibrated, read_pair_list
 from prism_match.evaluation.report import COLOURS

@@ -26,9 +26,9 @@ from prism_match.cli.eval import parse_limits
 from prism_match.cli.localize import localize_command
 from prism_match.colmap_model import read_model
 from prism_match.engine.methods import ImagePair, Sift
+from prism_match.engine.photos import Resize, scale_points
 from prism_match.evaluation.benchmarks import BENCHMARKS
 from prism_match.evaluation.options import Options
-from prism_match.evaluation.pairs import Resize, scale_points
 from prism_match.evaluation.runner import Clock, Run
 from prism_match.evaluation.triangulate import triangulate_map
 from prism_match.geometry import rotation_angle

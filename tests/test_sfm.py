@@ -23,19 +23,20 @@ from synthetic_matcher import SyntheticMatcher, make_photos, true_matches, write
 from synthetic_scene import K
 from typer.testing import CliRunner
 
+from prism_match.cameras import Camera
 from prism_match.cli import app
-from prism_match.cli.localize import open_map
 from prism_match.engine.store import MatchStore
 from prism_match.errors import UserError
 from prism_match.evaluation.posed import camera_matrices
 from prism_match.export.colmap import export_colmap
-from prism_match.export.nerf import camera_to_world, intrinsics
+from prism_match.export.nerf import camera_to_world, intrinsics, write_transforms
 from prism_match.geometry import align_similarity, rotation_angle
 from prism_match.images import ORIENTATION, load_image, write_png
 from prism_match.maps import colmap
 from prism_match.maps import reconstruction as sfm
 from prism_match.maps.cameras import CameraOptions, choose_cameras, read_exif
 from prism_match.maps.colmap_worker import with_points
+from prism_match.maps.landmarks import open_map
 from prism_match.maps.localization import Query, localize
 from prism_match.maps.reconstruction import PairOptions, SfmOptions, find_images, reconstruct, upright_copies
 from prism_match.maps.report import camera_centres, draw_match_graph, draw_top_view
@@ -54,6 +55,7 @@ def built(tmp_path_factory):
     root = tmp_path_factory.mktemp("sfm")
     scene, folder, matcher = make_photos(root / "scene", 6)
     summary = reconstruct(folder, root / "out", SfmOptions(cameras=GIVEN, threads=1), lambda: matcher)
+    write_transforms(root / "out" / "transforms.json", root / "out" / "sparse" / "0", folder)
     return scene, folder, root / "out", summary
 
 
@@ -153,11 +155,11 @@ def test_transforms_look_where_the_cameras_look(built):
 
 
 def test_axes_of_a_camera_at_the_origin():
-    np.testing.assert_allclose(camera_to_world(np.eye(4)[:3].tolist()), np.diag([1, -1, -1, 1]))
-    radial = intrinsics({"model": "SIMPLE_RADIAL", "width": 8, "height": 6, "params": [5.0, 4.0, 3.0, 0.1]})
+    np.testing.assert_allclose(camera_to_world(np.eye(4)), np.diag([1, -1, -1, 1]))
+    radial = intrinsics(Camera("SIMPLE_RADIAL", 8, 6, (5.0, 4.0, 3.0, 0.1)))
     assert (radial["fl_x"], radial["fl_y"], radial["k1"], radial["k2"]) == (5.0, 5.0, 0.1, 0.0)
     with pytest.raises(UserError, match="FISHEYE"):
-        intrinsics({"model": "FISHEYE", "width": 8, "height": 6, "params": []})
+        intrinsics(Camera("RADIAL_FISHEYE", 8, 6, (5.0, 4.0, 3.0, 0.1, 0.1)))
 
 
 def test_a_second_run_only_does_what_changed(built, tmp_path, monkeypatch):

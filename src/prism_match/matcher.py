@@ -94,7 +94,7 @@ class Matcher:
     ) -> Matches:
         """The correspondences of two images. Masks, of the size of their images, are non-zero where
         to look. With `details` the result tells what was pruned and when."""
-        pair = Pair(self._prepare(image0, mask0), self._prepare(image1, mask1))
+        pair = PreparedPair(self._prepare(image0, mask0), self._prepare(image1, mask1))
         return self._match_batch([pair], self._extract([pair.a]), self._extract([pair.b]), details)[0]
 
     def match_many(
@@ -152,7 +152,7 @@ class Matcher:
         results: dict[int, Matches] = {}
         for group in group_by(list(enumerate(pairs)), lambda x: tuple(i.prepared.padded_size for i in x[1])):
             matches = self._match_batch(
-                [Pair(a.prepared, b.prepared) for _, (a, b) in group],
+                [PreparedPair(a.prepared, b.prepared) for _, (a, b) in group],
                 [a.features for _, (a, _) in group],
                 [b.features for _, (_, b) in group],
                 details,
@@ -192,20 +192,20 @@ class Matcher:
         return [Features(*part) for part in parts]
 
     def _match_batch(
-        self, pairs: list[Pair], features0: list[Features], features1: list[Features], details: bool
+        self, pairs: list[PreparedPair], features0: list[Features], features1: list[Features], details: bool
     ) -> list[Matches]:
         """Of pairs of equal padded sizes, turned if need be."""
         best = self._match_as_they_are(pairs, features0, features1, details)
         tried = [n for n, pair in enumerate(pairs) if self._is_doubtful(best[n], pair)]
         for turns in (1, 2, 3) if tried else ():
-            turned = [Pair(pairs[n].a, pairs[n].b.turned(turns)) for n in tried]
+            turned = [PreparedPair(pairs[n].a, pairs[n].b.turned(turns)) for n in tried]
             features = self._extract([pair.b for pair in turned])
             found = self._match_as_they_are(turned, [features0[n] for n in tried], features, details)
             for n, matches in zip(tried, found, strict=True):
                 best[n] = max(best[n], matches, key=evidence)  # the first of equals: turned the least
         return [matches.filter(top=self.max_matches) for matches in best]
 
-    def _is_doubtful(self, matches: Matches, pair: Pair) -> bool:
+    def _is_doubtful(self, matches: Matches, pair: PreparedPair) -> bool:
         """Whether image 1 should be turned."""
         if self.rotate != "auto":
             return self.rotate == "always"
@@ -213,7 +213,7 @@ class Matcher:
 
     @torch.inference_mode()
     def _match_as_they_are(
-        self, pairs: list[Pair], features0: list[Features], features1: list[Features], details: bool
+        self, pairs: list[PreparedPair], features0: list[Features], features1: list[Features], details: bool
     ) -> list[Matches]:
         a, b = stack(features0), stack(features1)
         keep0 = self._regions([p.a for p in pairs], a)
@@ -229,7 +229,7 @@ class Matcher:
         regions = [np.ones(shape, dtype=bool) if p.mask is None else p.region for p in prepared]
         return torch.from_numpy(np.stack(regions)).to(self.device)
 
-    def _to_matches(self, found: PairMatches, n: int, pair: Pair, details: bool) -> Matches:
+    def _to_matches(self, found: PairMatches, n: int, pair: PreparedPair, details: bool) -> Matches:
         mine = found.batch == n
         at0, at1 = found.keypoints0[mine].float(), found.keypoints1[mine].float()
         if self.polish and len(at0):
@@ -246,7 +246,7 @@ class Matcher:
             (pair.a.in_memory, pair.b.in_memory),
         )  # fmt: skip
 
-    def _polish(self, pair: Pair, at0: Tensor, at1: Tensor) -> Tensor:
+    def _polish(self, pair: PreparedPair, at0: Tensor, at1: Tensor) -> Tensor:
         for n, zoom in enumerate(zooms(min(pair.a.zoom, pair.b.zoom))):
             gray0, gray1 = (p.zoomed(zoom) for p in (pair.a, pair.b))
             scale0, scale1 = (
@@ -334,7 +334,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PreparedPair:
     a: Prepared
     b: Prepared
 
@@ -403,7 +403,7 @@ def stack(features: list[Features]) -> Features:
     return Features(*(torch.cat(part) for part in parts))
 
 
-def collect_details(found: PairMatches, n: int, pair: Pair) -> Details:
+def collect_details(found: PairMatches, n: int, pair: PreparedPair) -> Details:
     """The masks and NMI of one pair, cut to the cells that hold pixels. Those of a turned image are turned
     back; they then begin at another corner of it, which shifts them by less than a cell."""
 

@@ -23,8 +23,7 @@ from prism_match.cli.options import (
 from prism_match.errors import UserError
 
 if TYPE_CHECKING:
-    from prism_match.maps.landmarks import Map
-    from prism_match.maps.localization import Query
+    pass
 
 
 class Pnp(str, Enum):
@@ -96,12 +95,20 @@ def localize_command(
       prism localize --map rgbd-sequence --queries q.jpg --depth-scale 5000
     """
     from prism_match.engine.methods import Prism
-    from prism_match.evaluation.pairs import Resize
+    from prism_match.engine.photos import Resize
     from prism_match.evaluation.runner import Clock
     from prism_match.files import writable_folder, write_json
+    from prism_match.maps.landmarks import open_map
     from prism_match.maps.localization import Localized, localize, with_fallback, write_poses
     from prism_match.maps.pnp import choose_backend
-    from prism_match.maps.queries import match_queries, retrieve
+    from prism_match.maps.queries import (
+        find_queries,
+        make_query,
+        match_queries,
+        read_given,
+        read_listed,
+        retrieve,
+    )
 
     for name, value, least in (
         ("top", top, 1),
@@ -170,129 +177,3 @@ def localize_command(
             print(f"{q}  {r.inliers} of {r.correspondences} points agree; camera from {origin}")
     print(f"{summary['localized']} of {len(photos)} localized")
     print(f"written  {folder}: poses.txt, localization.json")
-
-
-def find_queries(given: list[Path]) -> dict[str, Path]:
-    """Photos by name: that within the folder, or of the file itself."""
-    from prism_match.evaluation.pairs import IMAGE_SUFFIXES
-
-    found: dict[str, Path] = {}
-    for path in given:
-        if path.is_dir():
-            files = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in IMAGE_SUFFIXES]
-            if not files:
-                raise UserError(f"{path}: no photos in this folder")
-            named = {p.relative_to(path).as_posix(): p for p in files}
-        elif path.is_file():
-            named = {path.name: path}
-        else:
-            raise UserError(f"{path}: no such file or folder")
-        twice = [n for n, p in named.items() if found.get(n, p) != p]
-        if twice:
-            raise UserError(f"{named[twice[0]]} and {found[twice[0]]}: two queries of the same name")
-        found |= named
-    return found
-
-
-def read_listed(pair_list: Path, photos: dict[str, Path]) -> dict[str, list[str]]:
-    from prism_match.maps.localization import read_retrieval
-
-    listed = read_retrieval(pair_list)
-    if not any(q in listed for q in photos):
-        raise UserError(f"{pair_list}: none of the queries is in it; the first query is {next(iter(photos))}")
-    return {q: listed.get(q, []) for q in photos}
-
-
-def read_given(intrinsics: str, photos: dict[str, Path]) -> dict[str, Query]:
-    """Queries with cameras out of a file, which are for the photos as they are stored, or with the same
-    fx,fy,cx,cy in our pixels for all, as they are shown."""
-    import numpy as np
-
-    from prism_match.cameras import pinhole, read_camera_list
-    from prism_match.images import image_size
-    from prism_match.maps.cameras import check_numbers
-    from prism_match.maps.localization import Query
-
-    if Path(intrinsics).is_file():
-        given = read_camera_list(Path(intrinsics))
-        missing = [q for q in photos if q not in given]
-        if missing:
-            raise UserError(f"{intrinsics}: {len(missing)} queries are not in it; the first: {missing[0]}")
-        return {q: Query.stored(q, path, given[q]) for q, path in photos.items()}
-    try:
-        fx, fy, cx, cy = check_numbers(intrinsics.split(","))
-    except ValueError as error:
-        raise UserError(f"{intrinsics}: neither a file of cameras nor fx,fy,cx,cy ({error})") from error
-    K = np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])
-    sizes = {q: image_size(path) for q, path in photos.items()}  # one that cannot be read will fail by name
-    return {q: Query(q, photos[q], pinhole(K, *size)) for q, size in sizes.items() if size is not None}
-
-
-def open_map(
-    path: Path,
-    images: Path | None,
-    snap: float | None,
-    depth_scale: float,
-    listed: dict[str, list[str]] | None,
-) -> Map:
-    """Which kind of map it is, its files tell."""
-    from prism_match.colmap_model import is_model, read_model
-    from prism_match.evaluation.localization import is_sequence
-    from prism_match.maps.landmarks import DepthMap, ScanMap, SfmMap
-    from prism_match.maps.reconstruction import origin_of
-    from prism_match.training.data.rgbd import read_sequence
-
-    if not path.exists():
-        raise UserError(f"{path}: no such folder")
-    if is_model(path):
-        model, around = read_model(path), path.resolve()
-        origin = origin_of(model.path)
-        candidates = [images] if images else [f / "images" for f in (around, *list(around.parents)[:2])]
-        folder = next((f for f in candidates if f.is_dir()), None)
-        if images is None and origin.photos is not None:
-            folder = origin.photos
-        if folder is None:
-            raise UserError(f"{candidates[0]}: no such folder; tell with --images where the map's photos are")
-        return SfmMap(model, folder, snap, as_shown=origin.made_here)
-    if is_sequence(path):
-        try:
-            frames = {frame.image.name: frame for frame in read_sequence(path)}
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        if not frames:
-            raise UserError(f"{path}: no frame of the sequence can be used")
-        return DepthMap(frames, depth_scale)
-    if (path / "database" / "cutouts").is_dir():
-        scans = sorted((path / "database" / "cutouts").rglob("*.mat"))
-        names = [p.with_suffix("").relative_to(path).as_posix() for p in scans]
-        if listed is not None:
-            wanted = {r for photos in listed.values() for r in photos}
-            names = [n for n in names if n in wanted]
-        return ScanMap(path, names)
-    raise UserError(f"{path}: neither a COLMAP model, an RGB-D sequence nor InLoc's data")
-
-
-def make_query(
-    name: str, path: Path, given: dict[str, Query] | None, mapped: Map, ranked: list[str]
-) -> tuple[Query, str]:
-    """A query, and where its camera is from: what was given, EXIF, the most similar map photo of the same
-    shape, or a guess."""
-    from prism_match.cameras import Camera
-    from prism_match.images import image_size
-    from prism_match.maps.cameras import UNKNOWN_FOCAL, read_exif
-    from prism_match.maps.localization import Query
-
-    if given is not None and name in given:
-        return given[name], "the intrinsics given"
-    size = image_size(path)
-    if size is None:
-        raise UserError(f"{path}: cannot be read")
-    focal = read_exif(path, size).focal
-    if focal is None:
-        for photo in ranked:
-            other = mapped.camera(photo)
-            if other is not None and abs(other.width / other.height * size[1] / size[0] - 1) < 0.01:
-                return Query(name, path, other.resized(*size)), "the map"
-    length = UNKNOWN_FOCAL * max(size) if focal is None else focal
-    camera = Camera("SIMPLE_PINHOLE", *size, (length, size[0] / 2, size[1] / 2))
-    return Query(name, path, camera), "a guess" if focal is None else "EXIF"

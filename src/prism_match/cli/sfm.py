@@ -111,6 +111,7 @@ def sfm(
       prism sfm photos -o out --matches-only                on a machine with a GPU, then elsewhere
       prism sfm photos -o out2 --matches out/matches.h5
     """
+    from prism_match.export.nerf import write_transforms
     from prism_match.files import writable_folder, write_json
     from prism_match.maps.cameras import CameraOptions
     from prism_match.maps.reconstruction import (
@@ -151,6 +152,7 @@ def sfm(
         rows = {"pairs": len(found.pairs), "written": written}
     else:
         summary = reconstruct(images, out, options, load_matcher, progress=True)
+        write_transforms(out / "transforms.json", out / "sparse" / "0", Path(summary["photos"]))
         rows = {
             "registered": f"{summary['registered']} of {summary['images']} images",
             "points": f"{summary['points']}",

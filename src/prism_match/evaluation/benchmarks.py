@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from prism_match.engine.methods import Method
+from prism_match.engine.photos import Resize
 from prism_match.evaluation.hpatches import SHORTER_SIDE, evaluate_homography, read_hpatches
 from prism_match.evaluation.localization import localization
 from prism_match.evaluation.masks import masks
 from prism_match.evaluation.megadepth import read_megadepth
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
-from prism_match.evaluation.pairs import Pair, PosePair, Resize
+from prism_match.evaluation.pairs import Pair, PosePair
 from prism_match.evaluation.pose import evaluate_pose
 from prism_match.evaluation.posed import in_resized_frames, read_calibrated, read_pair_list
 from prism_match.evaluation.report import Evidence, Report, breakdown, main_table, problems

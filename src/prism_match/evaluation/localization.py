@@ -24,14 +24,16 @@ import numpy as np
 from prism_match.cameras import pinhole, read_camera_list
 from prism_match.colmap_model import is_model, read_model
 from prism_match.engine.methods import Method, Sift
+from prism_match.engine.photos import Resize
 from prism_match.errors import UserError
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
-from prism_match.evaluation.pairs import Resize, choose
+from prism_match.evaluation.pairs import choose
 from prism_match.evaluation.posed import read_cameras, read_scene
 from prism_match.evaluation.report import Report, Table, shorten
 from prism_match.evaluation.runner import Clock, Run, match_all, progress_bar
 from prism_match.evaluation.triangulate import PosedCamera, triangulate_map
 from prism_match.files import writable_folder
+from prism_match.frames import is_sequence, read_sequence
 from prism_match.geometry import camera_centres, rotation_angle
 from prism_match.images import image_size
 from prism_match.maps.landmarks import DepthMap, Map, SfmMap, without
@@ -223,10 +225,6 @@ def read_scenes(o: Options, resizing: Resize) -> list[Scene]:
     )
 
 
-def is_sequence(folder: Path) -> bool:
-    return (folder / "pose").is_dir() or next(folder.glob("*.pose.txt"), None) is not None
-
-
 def read_calibrated_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
     """The map is made of SIFT at the same size, whatever is measured in it: maps mostly are."""
     cameras: dict[str, PosedCamera] = {}
@@ -256,8 +254,6 @@ def read_calibrated_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
 
 
 def read_sequence_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
-    from prism_match.training.data.rgbd import read_sequence
-
     try:
         frames = {frame.image.name: frame for frame in read_sequence(folder)}
     except ValueError as error:

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from prism_match.engine.photos import Resize
 from prism_match.errors import UserError
 from prism_match.evaluation.megadepth import read_megadepth
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
-from prism_match.evaluation.pairs import PosePair, Resize
+from prism_match.evaluation.pairs import PosePair
 from prism_match.evaluation.published import MASKS
 from prism_match.evaluation.report import Report, Table, shorten
 from prism_match.evaluation.runner import load_resized, progress_bar

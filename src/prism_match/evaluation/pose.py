@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prism_match.engine.methods import Method, as_method
+from prism_match.engine.photos import Resize, scale_points
 from prism_match.errors import UserError
 from prism_match.evaluation.metrics import (
     EPIPOLAR_THRESHOLD,
@@ -22,7 +23,7 @@ from prism_match.evaluation.metrics import (
     pose_errors,
     precision,
 )
-from prism_match.evaluation.pairs import PosePair, Resize, scale_points
+from prism_match.evaluation.pairs import PosePair
 from prism_match.evaluation.runner import Result, Run, Score, evaluate, failed
 from prism_match.geometry import MINIMUM, Backend, estimate, import_poselib
 from prism_match.matches import Matches

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from prism_match.engine.photos import Resize, scaling
 from prism_match.errors import UserError
 from prism_match.evaluation.megadepth import relative_pose
-from prism_match.evaluation.pairs import PosePair, Resize, scaling
+from prism_match.evaluation.pairs import PosePair
 from prism_match.images import image_size
 
 WIDEST = 45.0  # degrees between the optical axes of two cameras that are matched with each other

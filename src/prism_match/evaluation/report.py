@@ -12,9 +12,10 @@ import numpy as np
 
 from prism_match import viz
 from prism_match.engine.methods import Method
+from prism_match.engine.photos import Resize
 from prism_match.evaluation.hpatches import PRECISION_AT, in_resized_pixels, reprojection_errors
 from prism_match.evaluation.metrics import EPIPOLAR_THRESHOLD, epipolar_errors
-from prism_match.evaluation.pairs import HomographyPair, Pair, PosePair, Resize
+from prism_match.evaluation.pairs import HomographyPair, Pair, PosePair
 from prism_match.evaluation.pose import points_in_frames
 from prism_match.evaluation.published import PUBLISHED
 from prism_match.evaluation.runner import Clock, Result, Score, match_all

@@ -19,9 +19,10 @@ from typing import Any, TextIO
 import numpy as np
 
 from prism_match.engine.methods import ImagePair, Method
+from prism_match.engine.photos import Resize, scale_points
 from prism_match.errors import UserError
 from prism_match.evaluation.metrics import auc
-from prism_match.evaluation.pairs import Pair, Resize, name_apart, scale_points
+from prism_match.evaluation.pairs import Pair, name_apart
 from prism_match.files import atomic_path, file_digest, short_hash, writable_folder, write_json
 from prism_match.images import Image, load_image, resize
 from prism_match.matches import Matches

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from prism_match.engine.methods import ImagePair, Method, Prism
+from prism_match.engine.photos import Resize
 from prism_match.errors import UserError
 from prism_match.evaluation.megadepth import read_megadepth
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
-from prism_match.evaluation.pairs import Pair, Resize
+from prism_match.evaluation.pairs import Pair
 from prism_match.evaluation.pose import evaluate_pose
 from prism_match.evaluation.published import ABLATION, RESOLUTION
 from prism_match.evaluation.report import (

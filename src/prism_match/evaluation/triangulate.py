@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from prism_match.cameras import Camera
-from prism_match.colmap_model import Model, View
+from prism_match.colmap_model import Model, PosedView
 from prism_match.evaluation.metrics import epipolar_errors
 from prism_match.geometry import camera_centres
 
@@ -53,7 +53,7 @@ def triangulate_map(
     names, track = np.unique(track, return_inverse=True)
     points = _triangulate(track, len(names), T[view], rays)
     views = [
-        View(name, camera, pose, pixels[view == n].astype(np.float32), track[view == n].astype(np.int64))
+        PosedView(name, camera, pose, pixels[view == n].astype(np.float32), track[view == n].astype(np.int64))
         for n, (name, camera, pose) in enumerate(cameras)
     ]
     return Model(path, tuple(views), points)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from prism_match.cameras import Camera, read_camera_list
 from prism_match.colmap_model import is_model, read_model
+from prism_match.engine.photos import Resize
 from prism_match.errors import UserError
 from prism_match.evaluation.localization import match_cache, pnp_backend
 from prism_match.evaluation.options import Options
-from prism_match.evaluation.pairs import Resize, choose
+from prism_match.evaluation.pairs import choose
 from prism_match.evaluation.published import LOCALIZATION
 from prism_match.evaluation.report import Report, Table, shorten
 from prism_match.evaluation.runner import Clock

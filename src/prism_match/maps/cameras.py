@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from prism_match.cameras import CAMERA_MODELS
 from prism_match.errors import UserError
 
 Sharing = Literal["auto", "shared", "per-image"]
@@ -17,14 +18,7 @@ Size = tuple[int, int]  # width, height
 UNKNOWN_FOCAL = 1.2  # times the longer side, where nothing is known: what COLMAP begins with
 FILM_WIDTH = 36.0  # millimetres of the 35 mm film that EXIF compares with
 MILLIMETRES = {2: 25.4, 3: 10.0}  # EXIF's units of resolution: inch, centimetre
-# Model -> the number of focal lengths and the number of distortion parameters after the principal point.
-MODELS = {
-    "SIMPLE_PINHOLE": (1, 0),
-    "PINHOLE": (2, 0),
-    "SIMPLE_RADIAL": (1, 1),
-    "RADIAL": (1, 2),
-    "OPENCV": (2, 4),
-}
+MODELS = ("SIMPLE_PINHOLE", "PINHOLE", "SIMPLE_RADIAL", "RADIAL", "OPENCV")  # that are estimated
 
 
 @dataclass(frozen=True)
@@ -80,9 +74,9 @@ def camera_key(name: str, size: Size, exif: Exif, sharing: Sharing) -> Any:
 
 def make_camera(model: str, size: Size, focal: float | None) -> dict[str, Any]:
     width, height = size
-    focals, distortions = MODELS[model]
+    count, focals = CAMERA_MODELS[model]
     length = UNKNOWN_FOCAL * max(size) if focal is None else focal
-    params = [length] * focals + [width / 2, height / 2] + [0.0] * distortions
+    params = [length] * focals + [width / 2, height / 2] + [0.0] * (count - focals - 2)
     return {"model": model, "width": width, "height": height, "params": params, "prior": focal is not None}
 
 

@@ -12,18 +12,17 @@ import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from prism_match.cameras import Camera, pinhole
-from prism_match.colmap_model import Model, View
+from prism_match.colmap_model import Model, PosedView, is_model, read_model
 from prism_match.errors import UserError
+from prism_match.frames import Frame, is_sequence, read_depth, read_sequence
 from prism_match.images import exif_orientation, image_size
+from prism_match.maps.stages import origin_of
 from prism_match.maps.tracks import one_to_one
-
-if TYPE_CHECKING:
-    from prism_match.training.data.posed import Frame
 
 # How far from a point of the map a match may be, as a share of the photo's longer side. A cell of 8 pixels
 # at 832 is 1 % of it: less, and most points of the map lie between the matches.
@@ -74,7 +73,7 @@ class SfmMap:
         if radius is not None and radius <= 0:
             raise UserError(f"the radius for snapping must be positive, not {radius}")
         self.model, self.image_dir, self.radius, self.as_shown = model, image_dir, radius, as_shown
-        self.views: dict[str, View] = {v.name: v for v in model.views if np.isfinite(v.T).all()}
+        self.views: dict[str, PosedView] = {v.name: v for v in model.views if np.isfinite(v.T).all()}
         self.names = sorted(self.views)
 
     def path(self, name: str) -> Path:
@@ -193,8 +192,6 @@ class DepthMap:
         return Lifted(rows, xyz, np.full(len(rows), -1), np.asarray(pixels, float)[rows])
 
     def _read(self, name: str) -> np.ndarray:
-        from prism_match.frames import read_depth
-
         try:
             return read_depth(self.frames[name].depth, self.per_metre)
         except ValueError as error:
@@ -341,7 +338,45 @@ def without(model: Model, name: str) -> Model:
     views = [v for v in model.views if v.name != name]
     counts = np.bincount(np.concatenate([v.points for v in views]), minlength=len(model.points))
     kept = [
-        View(v.name, v.camera, v.T, v.pixels[counts[v.points] >= 2], v.points[counts[v.points] >= 2])
+        PosedView(v.name, v.camera, v.T, v.pixels[counts[v.points] >= 2], v.points[counts[v.points] >= 2])
         for v in views
     ]
     return Model(model.path, tuple(kept), model.points)
+
+
+def open_map(
+    path: Path,
+    images: Path | None,
+    snap: float | None,
+    depth_scale: float,
+    listed: dict[str, list[str]] | None,
+) -> Map:
+    """Which kind of map it is, its files tell."""
+    if not path.exists():
+        raise UserError(f"{path}: no such folder")
+    if is_model(path):
+        model, around = read_model(path), path.resolve()
+        origin = origin_of(model.path)
+        candidates = [images] if images else [f / "images" for f in (around, *list(around.parents)[:2])]
+        folder = next((f for f in candidates if f.is_dir()), None)
+        if images is None and origin.photos is not None:
+            folder = origin.photos
+        if folder is None:
+            raise UserError(f"{candidates[0]}: no such folder; tell with --images where the map's photos are")
+        return SfmMap(model, folder, snap, as_shown=origin.made_here)
+    if is_sequence(path):
+        try:
+            frames = {frame.image.name: frame for frame in read_sequence(path)}
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        if not frames:
+            raise UserError(f"{path}: no frame of the sequence can be used")
+        return DepthMap(frames, depth_scale)
+    if (path / "database" / "cutouts").is_dir():
+        scans = sorted((path / "database" / "cutouts").rglob("*.mat"))
+        names = [p.with_suffix("").relative_to(path).as_posix() for p in scans]
+        if listed is not None:
+            wanted = {r for photos in listed.values() for r in photos}
+            names = [n for n in names if n in wanted]
+        return ScanMap(path, names)
+    raise UserError(f"{path}: neither a COLMAP model, an RGB-D sequence nor InLoc's data")

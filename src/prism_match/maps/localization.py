@@ -14,8 +14,8 @@ import torch
 
 from prism_match.cameras import Camera
 from prism_match.colmap_model import quaternion_of, rotation_of
+from prism_match.engine.photos import scale_points
 from prism_match.errors import UserError
-from prism_match.evaluation.pairs import scale_points
 from prism_match.files import atomic_path
 from prism_match.images import to_stored
 from prism_match.maps.landmarks import Map, stored_orientation

@@ -8,16 +8,23 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from prism_match.cameras import Camera, pinhole, read_camera_list
 from prism_match.engine.methods import Method
-from prism_match.evaluation.pairs import Pair, Resize
+from prism_match.engine.photos import IMAGE_SUFFIXES, Resize
+from prism_match.errors import UserError
+from prism_match.evaluation.pairs import Pair
 from prism_match.evaluation.runner import Clock, match_all, progress_bar
+from prism_match.images import image_size
+from prism_match.maps.cameras import UNKNOWN_FOCAL, check_numbers, read_exif
+from prism_match.maps.landmarks import Map
+from prism_match.maps.localization import Query, read_retrieval
 from prism_match.matches import Matches
 
 if TYPE_CHECKING:
     from prism_match.matcher import Matcher
 
 
-class Matched(NamedTuple):
+class MatchedQuery(NamedTuple):
     """All that a query was matched with."""
 
     query: str
@@ -61,7 +68,7 @@ def match_queries(
     cache: Path | None,
     clock: Clock,
     progress: bool = False,
-) -> Iterator[Matched]:
+) -> Iterator[MatchedQuery]:
     """queries: by name, their file and the map photos to match with. Each comes as soon as all its pairs are
     matched. What is in the cache is not matched again."""
     pairs = [
@@ -72,7 +79,7 @@ def match_queries(
     waiting = {query: len(photos) for query, (_, photos) in queries.items()}
     matches: dict[str, dict[str, Matches]] = {query: {} for query in queries}
     problems: dict[str, list[str]] = {query: [] for query in queries}
-    yield from (Matched(query, [], []) for query, count in waiting.items() if not count)
+    yield from (MatchedQuery(query, [], []) for query, count in waiting.items() if not count)
     with progress_bar(len(pairs), 0, "matching", progress) as tick:
         for pair, found in match_all(pairs, method, resizing, cache, clock):
             query = pair.split
@@ -85,4 +92,73 @@ def match_queries(
             if not waiting[query]:
                 mine = matches.pop(query)
                 ordered = [(photo, mine[photo]) for photo in queries[query][1] if photo in mine]
-                yield Matched(query, ordered, list(dict.fromkeys(problems[query])))
+                yield MatchedQuery(query, ordered, list(dict.fromkeys(problems[query])))
+
+
+# ---- what is asked for
+
+
+def find_queries(given: list[Path]) -> dict[str, Path]:
+    """Photos by name: that within the folder, or of the file itself."""
+    found: dict[str, Path] = {}
+    for path in given:
+        if path.is_dir():
+            files = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in IMAGE_SUFFIXES]
+            if not files:
+                raise UserError(f"{path}: no photos in this folder")
+            named = {p.relative_to(path).as_posix(): p for p in files}
+        elif path.is_file():
+            named = {path.name: path}
+        else:
+            raise UserError(f"{path}: no such file or folder")
+        twice = [n for n, p in named.items() if found.get(n, p) != p]
+        if twice:
+            raise UserError(f"{named[twice[0]]} and {found[twice[0]]}: two queries of the same name")
+        found |= named
+    return found
+
+
+def read_listed(pair_list: Path, photos: dict[str, Path]) -> dict[str, list[str]]:
+    listed = read_retrieval(pair_list)
+    if not any(q in listed for q in photos):
+        raise UserError(f"{pair_list}: none of the queries is in it; the first query is {next(iter(photos))}")
+    return {q: listed.get(q, []) for q in photos}
+
+
+def read_given(intrinsics: str, photos: dict[str, Path]) -> dict[str, Query]:
+    """Queries with cameras out of a file, which are for the photos as they are stored, or with the same
+    fx,fy,cx,cy in our pixels for all, as they are shown."""
+    if Path(intrinsics).is_file():
+        given = read_camera_list(Path(intrinsics))
+        missing = [q for q in photos if q not in given]
+        if missing:
+            raise UserError(f"{intrinsics}: {len(missing)} queries are not in it; the first: {missing[0]}")
+        return {q: Query.stored(q, path, given[q]) for q, path in photos.items()}
+    try:
+        fx, fy, cx, cy = check_numbers(intrinsics.split(","))
+    except ValueError as error:
+        raise UserError(f"{intrinsics}: neither a file of cameras nor fx,fy,cx,cy ({error})") from error
+    K = np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])
+    sizes = {q: image_size(path) for q, path in photos.items()}  # one that cannot be read will fail by name
+    return {q: Query(q, photos[q], pinhole(K, *size)) for q, size in sizes.items() if size is not None}
+
+
+def make_query(
+    name: str, path: Path, given: dict[str, Query] | None, mapped: Map, ranked: list[str]
+) -> tuple[Query, str]:
+    """A query, and where its camera is from: what was given, EXIF, the most similar map photo of the same
+    shape, or a guess."""
+    if given is not None and name in given:
+        return given[name], "the intrinsics given"
+    size = image_size(path)
+    if size is None:
+        raise UserError(f"{path}: cannot be read")
+    focal = read_exif(path, size).focal
+    if focal is None:
+        for photo in ranked:
+            other = mapped.camera(photo)
+            if other is not None and abs(other.width / other.height * size[1] / size[0] - 1) < 0.01:
+                return Query(name, path, other.resized(*size)), "the map"
+    length = UNKNOWN_FOCAL * max(size) if focal is None else focal
+    camera = Camera("SIMPLE_PINHOLE", *size, (length, size[0] / 2, size[1] / 2))
+    return Query(name, path, camera), "a guess" if focal is None else "EXIF"

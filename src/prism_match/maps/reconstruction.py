@@ -6,13 +6,11 @@ was killed goes on where it was, and a change of an option repeats only what dep
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,17 +20,17 @@ import PIL.Image
 import PIL.ImageOps
 from tqdm import tqdm
 
+from prism_match.engine.photos import IMAGE_SUFFIXES
 from prism_match.engine.store import MatchStore, Names
 from prism_match.errors import UserError
-from prism_match.evaluation.pairs import IMAGE_SUFFIXES
-from prism_match.export.colmap import colmap_error, write_database
-from prism_match.export.nerf import write_transforms
-from prism_match.files import atomic_path, file_digest, short_hash, writable_folder, write_json
+from prism_match.files import atomic_path, file_digest, short_hash, writable_folder
 from prism_match.images import exif_orientation, image_size, load_image
 from prism_match.maps import colmap
 from prism_match.maps import pairs as pairing
 from prism_match.maps.cameras import CameraOptions, choose_cameras
+from prism_match.maps.database import colmap_error, write_database
 from prism_match.maps.report import PICTURES, write_report
+from prism_match.maps.stages import STAGES, Stages
 from prism_match.maps.track_polish import polish_tracks
 from prism_match.maps.tracks import (
     SharedKeypoints,
@@ -49,7 +47,6 @@ if TYPE_CHECKING:
 EXHAUSTIVE_UP_TO = 40  # images; beyond that "auto" retrieves
 PAIR_MODES = ("auto", "exhaustive", "sequential", "retrieval")
 EXACT = 0.5  # pixels of the photos: points that are further off count less in the last adjustment
-STAGES = "stages.json"  # its presence tells a folder of results
 Mapper = Literal["incremental", "global"]
 
 
@@ -89,32 +86,11 @@ class SfmOptions:
             raise UserError(f"the number of threads must be at least 1, or -1 for all, not {self.threads}")
 
 
-class Stages:
-    """Which stages are done, with the key of what went in and what came out, in a file."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.done: dict[str, Any] = {}
-        with suppress(OSError, ValueError):  # none yet, or damaged: begin anew
-            self.done = json.loads(path.read_text(encoding="utf-8"))
-
-    def run(self, name: str, key: str, product: Path, work: Callable[[], Any]) -> Any:
-        """The result of a stage: of this run, or of an earlier one with the same key."""
-        known = self.done.get(name)
-        if known is not None and known["key"] == key and product.exists():
-            return known["result"]
-        if self.done.pop(name, None) is not None:  # its product is about to change
-            write_json(self.path, self.done)
-        result = work()
-        self.done[name] = {"key": key, "result": result}
-        write_json(self.path, self.done)
-        return result
-
-
 def reconstruct(
     images: Path, out: Path, options: SfmOptions, make_matcher: Callable[[], Matcher], progress: bool = False
 ) -> dict[str, Any]:
-    """The whole of `prism sfm`; what --json holds. Raises `UserError` where there is nothing to build on."""
+    """All of `prism sfm` but transforms.json; what --json holds, with the folder of the photos that show the
+    pixels of the model. Raises `UserError` where there is nothing to build on."""
     began = time.perf_counter()
     colmap.require()
     files = find_images(images, out)
@@ -165,23 +141,11 @@ def reconstruct(
         raise UserError(no_model(images, tracks, verified))
     summary = summarise(files, matched, verified, result["models"], counts, options)
     summary["seconds"] = round(time.perf_counter() - began, 1)
-    write_outputs(out, files, summary, result["models"][0], verified)
+    best = result["models"][0]
+    shown = upright_copies({name: files[name] for name in best["images"]}, out / "images")
+    summary["photos"] = str(images if shown.items() <= files.items() else out / "images")
+    write_report(out, summary, best, verified)
     return summary
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Of a model in OUT/sparse/N."""
-
-    made_here: bool  # by `prism sfm`, which sees photos as EXIF turns them
-    photos: Path | None  # the folder that it was made of, where that is still there
-
-
-def origin_of(model: Path) -> Origin:
-    out = (model / ".." / "..").resolve()
-    done = Stages(out / STAGES).done
-    photos = out / done["photos"]["result"] if "photos" in done else None
-    return Origin("model" in done, photos if photos is not None and photos.is_dir() else None)
 
 
 def find_images(folder: Path, out: Path) -> dict[str, Path]:
@@ -208,7 +172,7 @@ def find_images(folder: Path, out: Path) -> dict[str, Path]:
 
 
 @dataclass(frozen=True)
-class Matched:
+class MatchedPhotos:
     store: MatchStore
     pairs: set[Names]  # of the store, those that were asked for
     broken: dict[str, str]  # images that cannot be read, with the reason
@@ -220,14 +184,14 @@ def match_images(
     options: SfmOptions,
     make_matcher: Callable[[], Matcher],
     progress: bool = False,
-) -> Matched:
+) -> MatchedPhotos:
     """The matches of all chosen pairs, or of all pairs in the store that the options name."""
     if options.matches is not None:
         store = MatchStore(options.matches)
         for name in files.keys() & store.images.keys():
             if file_digest(files[name]) != store.images[name].digest:
                 raise UserError(f"{options.matches}: its matches are of another {name} than the one here")
-        return Matched(store, {pair for pair in store.pairs if files.keys() >= set(pair)}, {})
+        return MatchedPhotos(store, {pair for pair in store.pairs if files.keys() >= set(pair)}, {})
     from prism_match.engine.features import MAPS_IN_MEMORY, match_pairs, match_settings
 
     matcher = make_matcher()
@@ -245,7 +209,7 @@ def match_images(
         print(f"prism: skipped: {reason}", file=sys.stderr)
     names = list(files)
     chosen = {frozenset((names[a], names[b])) for a, b in pairs}
-    return Matched(store, {pair for pair in store.pairs if frozenset(pair) in chosen}, broken)
+    return MatchedPhotos(store, {pair for pair in store.pairs if frozenset(pair) in chosen}, broken)
 
 
 def choose_pairs(
@@ -350,7 +314,7 @@ def no_model(images: Path, tracks: Path, verified: list[tuple[str, str, int]]) -
 
 def summarise(
     files: dict[str, Path],
-    matched: Matched,
+    matched: MatchedPhotos,
     verified: list[tuple[str, str, int]],
     models: list[dict[str, Any]],
     counts: dict[str, int],
@@ -374,19 +338,6 @@ def summarise(
         "matching": matched.store.settings,
         "tracks": asdict(options.tracks),
     }
-
-
-def write_outputs(
-    out: Path,
-    files: dict[str, Path],
-    summary: dict[str, Any],
-    model: dict[str, Any],
-    verified: list[tuple[str, str, int]],
-) -> None:
-    shown = {name: files[name] for name in model["images"]}
-    shown = upright_copies(shown, out / "images")
-    write_transforms(out / "transforms.json", model, shown, out / "sparse" / "0" / "points.ply")
-    write_report(out, summary, model, verified)
 
 
 def upright_copies(files: dict[str, Path], folder: Path) -> dict[str, Path]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism_match import colmap_model
-from prism_match.colmap_model import Model, View
+from prism_match.colmap_model import Model, PosedView
 from prism_match.frames import read_depth, read_gray
 from prism_match.training.data.photometric import augment
 from prism_match.training.data.posed import OVERLAP_BINS, require_fit, scale_intrinsics, spread_weights
@@ -33,7 +33,7 @@ def read_model(path: Path | str) -> Model:
     return model
 
 
-def load_photo(view: View, image_dir: Path) -> np.ndarray:
+def load_photo(view: PosedView, image_dir: Path) -> np.ndarray:
     """h w, uint8. Raises ValueError with one line when the photo is not of its camera's size."""
     gray = read_gray(image_dir / view.name)
     if gray.shape != (view.height, view.width):
@@ -100,7 +100,7 @@ class ColmapPairs:
         views = self._fill_bank(model.views, image_dir, depth_dir)
         self._choose_pairs(model, views)
 
-    def _fill_bank(self, every: tuple[View, ...], image_dir: Path, depth_dir: Path) -> list[View]:
+    def _fill_bank(self, every: tuple[PosedView, ...], image_dir: Path, depth_dir: Path) -> list[PosedView]:
         """Loads photos and depth maps; returns their views, without those that are broken, which it names."""
         views, photos, depths = [], [], []
         for view in every:
@@ -139,7 +139,7 @@ class ColmapPairs:
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.asarray(array, np.float32)).to(self.device)
 
-    def _choose_pairs(self, model: Model, views: list[View]) -> None:
+    def _choose_pairs(self, model: Model, views: list[PosedView]) -> None:
         """Pairs that share points, with weights that spread them over overlap and scale ratio."""
         rows = {id(v): i for i, v in enumerate(model.views)}
         counts = np.stack([model.shared_counts(rows[id(v)]) for v in views])
