@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, Literal, Optional
 
 import typer
 
 from prism_match.cli.options import JsonOption, parse_config
 from prism_match.cli.output import print_table
 from prism_match.errors import UserError
-
-
-class StoredPrecision(str, Enum):
-    fp16 = "fp16"
-    bf16 = "bf16"
-    fp32 = "fp32"
 
 
 def convert(
@@ -29,8 +22,9 @@ def convert(
         Optional[str], typer.Option(help="A preset or a .toml/.json file [the checkpoint's own, or paper].")
     ] = None,
     precision: Annotated[
-        StoredPrecision, typer.Option(help="Of matrices and kernels; the rest is fp32 always.")
-    ] = StoredPrecision.fp16,
+        Literal["fp16", "bf16", "fp32"],
+        typer.Option(help="Of matrices and kernels; the rest is fp32 always."),
+    ] = "fp16",
     rename: Annotated[
         Optional[list[str]], typer.Option(help="OLD=NEW: names that begin with OLD; * is any one word.")
     ] = None,
@@ -66,7 +60,7 @@ def convert(
         model = model or ModelConfig.from_dict(loaded.config)
     except ValueError as error:
         raise UserError(f"{checkpoint}: its settings are not those of a PRISM model ({error})") from error
-    dtype = DTYPES[precision.value]
+    dtype = DTYPES[precision]
     found = fit(loaded.tensors, model, renames, drop or (), dtype)
     files = []
     if not found.problems:

@@ -10,7 +10,6 @@ from prism_match.cli.options import (
     DeviceOption,
     JsonOption,
     OutOption,
-    Precision,
     SizeOption,
     WeightsOption,
     make_matcher,
@@ -39,7 +38,7 @@ def demo(
     from prism_match.images import load_image
 
     assets = Path(__file__).parents[1] / "assets"
-    matcher = make_matcher(weights, model_config, device, Precision.auto, size, None, None)
+    matcher = make_matcher(weights, model_config, device, "auto", size, None, None)
     folder = writable_folder(out)
     with busy("matching"):
         start = time.perf_counter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -14,37 +13,14 @@ from prism_match.cli.options import (
     WEIGHTS_HELP,
     DeviceOption,
     PolishOption,
-    Precision,
     PrecisionOption,
-    Rotate,
     RotateOption,
 )
+from prism_match.config import Backend
 from prism_match.errors import UserError
+from prism_match.evaluation import Benchmark
 
 LARGEST = 8192  # pixels of a side; images are enlarged to what is asked for, so that more can fill any memory
-
-
-class Benchmark(str, Enum):
-    megadepth1500 = "megadepth1500"
-    scannet1500 = "scannet1500"
-    hpatches = "hpatches"
-    pairs = "pairs"
-    strecha = "strecha"
-    rgbd = "rgbd"
-    megadepth_scale = "megadepth-scale"
-    masks = "masks"
-    resolution = "resolution"
-    ablation = "ablation"
-    thresholds = "thresholds"
-    localization = "localization"
-    aachen = "aachen"
-    inloc = "inloc"
-
-
-class Ransac(str, Enum):
-    opencv = "opencv"
-    usac = "usac"
-    poselib = "poselib"
 
 
 def evaluate(
@@ -54,7 +30,7 @@ def evaluate(
     size: Annotated[
         Optional[int], typer.Option(help="Side to resize to, in pixels [the benchmark's].")
     ] = None,
-    ransac: Annotated[Ransac, typer.Option(help="Back end of the geometry.")] = Ransac.opencv,
+    ransac: Annotated[Backend, typer.Option(help="Back end of the geometry.")] = "opencv",
     threshold: Annotated[
         Optional[float], typer.Option(help="Of RANSAC, in pixels [opencv 0.5, poselib 1.5; homography 3].")
     ] = None,
@@ -63,8 +39,8 @@ def evaluate(
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same numbers.")] = 0,
     device: DeviceOption = "auto",
-    precision: PrecisionOption = Precision.auto,
-    rotate: RotateOption = Rotate.auto,
+    precision: PrecisionOption = "auto",
+    rotate: RotateOption = "auto",
     polish: PolishOption = True,
     batch: Annotated[int, typer.Option(help="Pairs of equal size matched at a time.")] = 1,
     confidence: Annotated[
@@ -128,14 +104,14 @@ def evaluate(
         if folder is not None:
             writable_folder(folder)
     options = Options(
-        data=data, method=method, size=size, ransac=ransac.value, threshold=threshold, pairs=pairs,
+        data=data, method=method, size=size, ransac=ransac, threshold=threshold, pairs=pairs,
         seed=seed, weights=tuple(weights or ()), configs=tuple(model_config or ()), device=device,
-        precision=precision.value, batch=batch, confidence=confidence, rotate=rotate.value,
+        precision=precision, confidence=confidence, rotate=rotate,
         polish=polish,
         top=top, within=tuple(map(parse_limits, within or ())), pair_list=pair_list, snap=snap,
-        depth_scale=depth_scale, run=Run(cache=cache, out=out, progress=True),
+        depth_scale=depth_scale, run=Run(cache=cache, out=out, progress=True, batch=batch),
     )  # fmt: skip
-    report = BENCHMARKS[benchmark.value](options)
+    report = BENCHMARKS[benchmark](options)
     print(report)
     if json_file is not None:
         write_json(json_file, report.summary)

@@ -17,13 +17,13 @@ from prism_match.cli.sfm import (
     IntrinsicsOption,
     KeypointsOption,
     ModelOption,
-    Sharing,
     SharingOption,
 )
 from prism_match.errors import UserError
 
 if TYPE_CHECKING:
-    from prism_match.engine.store import Names, PairMatches
+    from prism_match.engine.store import Names
+    from prism_match.matches import Matches
 
 export_app = typer.Typer(
     help="Write matches in the formats of other tools.", no_args_is_help=True, rich_markup_mode=None
@@ -45,7 +45,7 @@ def colmap(
             help="Folder of the photos, for focal lengths and turns in their EXIF, and to polish by."
         ),
     ] = None,
-    cameras: SharingOption = Sharing.auto,
+    cameras: SharingOption = "auto",
     camera_model: ModelOption = "SIMPLE_RADIAL",
     intrinsics: IntrinsicsOption = None,
     cell: CellOption = 3.0,
@@ -76,7 +76,7 @@ def colmap(
         out,
         images=images,
         tracks=TrackOptions(cell, max_error, max_keypoints),
-        cameras=CameraOptions(cameras.value, camera_model, intrinsics),
+        cameras=CameraOptions(cameras, camera_model, intrinsics),
         polish=polish,
         verify=verify,
         overwrite=overwrite,
@@ -144,15 +144,15 @@ def hloc(
 
 def read_all(
     paths: list[Path], images: Path | None
-) -> tuple[dict[Names, PairMatches], dict[str, tuple[int, int]], dict[str, float]]:
+) -> tuple[dict[Names, Matches], dict[str, tuple[int, int]], dict[str, float]]:
     """Matches by the names of the images, from a store of many pairs or files of one; the sizes of the
     images, and how many times larger they are than they were matched, where it is known."""
     import h5py
 
-    from prism_match.engine.store import MatchStore, PairMatches
+    from prism_match.engine.store import MatchStore
     from prism_match.matches import Matches
 
-    found: dict[Names, PairMatches] = {}
+    found: dict[Names, Matches] = {}
     sizes: dict[str, tuple[int, int]] = {}
     scales: dict[str, float] = {}
     single = []
@@ -163,7 +163,7 @@ def read_all(
                 is_store = "pairs" in file
         if is_store:
             store = MatchStore(path)
-            found |= dict(store.load_all())
+            found |= dict(store.items())
             sizes |= {name: entry.size for name, entry in store.images.items()}
             scales |= store.scales
         else:
@@ -171,7 +171,7 @@ def read_all(
     root = images.resolve() if images else common_folder([n for m in single for n in (m.name0, m.name1)])
     for m in single:
         names = tuple(relative(n, root) for n in (m.name0, m.name1))
-        found[names[0], names[1]] = PairMatches(m.keypoints0, m.keypoints1, m.scores)
+        found[names[0], names[1]] = m
         sizes |= dict(zip(names, (m.size0, m.size1), strict=True))
     if not found:
         raise UserError(f"{paths[0]}: no matches in it")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Literal, Optional
 
 import typer
 
@@ -15,9 +14,7 @@ from prism_match.cli.options import (
     JsonOption,
     OutOption,
     PolishOption,
-    Precision,
     PrecisionOption,
-    Rotate,
     RotateOption,
     SizeOption,
     ThresholdOption,
@@ -25,11 +22,6 @@ from prism_match.cli.options import (
     make_matcher,
 )
 from prism_match.cli.output import busy, report, summary, write_results
-
-
-class Geometry(str, Enum):
-    fundamental = "fundamental"
-    homography = "homography"
 
 
 def match(
@@ -44,13 +36,13 @@ def match(
     ] = None,
     mask1: Annotated[Optional[Path], typer.Option(help="The same for the second photo.")] = None,
     geometry: Annotated[
-        Geometry,
+        Literal["fundamental", "homography"],
         typer.Option(help="Model that the inliers are counted for; homography also gives an overlay."),
-    ] = Geometry.fundamental,
-    rotate: RotateOption = Rotate.auto,
+    ] = "fundamental",
+    rotate: RotateOption = "auto",
     polish: PolishOption = True,
     device: DeviceOption = "auto",
-    precision: PrecisionOption = Precision.auto,
+    precision: PrecisionOption = "auto",
     weights: WeightsOption = None,
     model_config: ConfigOption = None,
     as_json: JsonOption = False,
@@ -81,7 +73,7 @@ def match(
         start = time.perf_counter()
         matches = matcher.match(first, second, region0, region1, details=True)
         seconds = time.perf_counter() - start
-    estimate = matches.estimate(geometry.value)
+    estimate = matches.estimate(geometry)
     files = write_results(matches, estimate, folder)
     result = summary(matches, estimate, matcher, seconds) | {"files": [str(f) for f in files]}
     report(result, as_json)

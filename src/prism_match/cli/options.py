@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import sys
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from prism_match.config import ModelConfig, Precision, Rotate, load_model_config
+
 if TYPE_CHECKING:
-    from prism_match.matcher import Matcher
-
-
-class Precision(str, Enum):
-    auto = "auto"
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
+    from prism_match.engine import Matcher
 
 
 WEIGHTS_HELP = "A .safetensors file, or hf:OWNER/REPO[@REVISION][:FILE] [the shipped weights]"
-
-
-class Rotate(str, Enum):
-    auto = "auto"
-    always = "always"
-    never = "never"
 
 
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
@@ -60,28 +48,28 @@ def make_matcher(
     size: int | None,
     threshold: float | None,
     max_matches: int | None,
-    rotate: Rotate = Rotate.auto,
+    rotate: Rotate = "auto",
     polish: bool = True,
 ) -> Matcher:
-    from prism_match.matcher import DEFAULT_SIZE, Matcher
+    from prism_match.engine import MatcherSettings
+    from prism_match.matcher import DEFAULT_SIZE
 
-    matcher = Matcher(
+    config = parse_config(model_config)
+    matcher = MatcherSettings(
         weights,
-        device=device,
-        precision=precision.value,
-        size=DEFAULT_SIZE if size is None else size,
-        threshold=threshold,
-        max_matches=max_matches,
-        rotate=rotate.value,
-        polish=polish,
-        config=parse_config(model_config),
-    )
+        None if config is None else config.to_dict(),
+        device,
+        precision,
+        DEFAULT_SIZE if size is None else size,
+        threshold,
+        max_matches,
+        rotate,
+        polish,
+    ).open()
     if not matcher.info.trained:
         print("prism: the weights are untrained (random): the matches mean nothing yet", file=sys.stderr)
     return matcher
 
 
-def parse_config(name: str | None) -> Any:
-    from prism_match.config import load_model_config
-
+def parse_config(name: str | None) -> ModelConfig | None:
     return None if name is None else load_model_config(name)

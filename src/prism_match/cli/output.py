@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prism_match.geometry import Estimate
-    from prism_match.matcher import Matcher
+    from prism_match.matcher import PairMatcher
     from prism_match.matches import Matches
 
 
@@ -41,7 +41,7 @@ def write_results(matches: Matches, estimate: Estimate, folder: Path) -> list[Pa
     return [folder / "matches.npz", *encoded]
 
 
-def summary(matches: Matches, estimate: Estimate, matcher: Matcher, seconds: float) -> dict[str, Any]:
+def summary(matches: Matches, estimate: Estimate, matcher: PairMatcher, seconds: float) -> dict[str, Any]:
     result: dict[str, Any] = {
         "matches": len(matches),
         "inliers": estimate.num_inliers,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -11,26 +10,13 @@ import typer
 from prism_match.cli.options import (
     DeviceOption,
     PolishOption,
-    Precision,
     PrecisionOption,
-    Rotate,
     RotateOption,
     WeightsOption,
     make_matcher,
 )
 from prism_match.cli.output import print_table
-
-
-class Mapper(str, Enum):
-    incremental = "incremental"
-    glob = "global"
-
-
-class Sharing(str, Enum):
-    auto = "auto"
-    shared = "shared"
-    per_image = "per-image"
-
+from prism_match.config import Mapper, Sharing
 
 CellOption = Annotated[
     float, typer.Option(help="Points this close can become one keypoint, in pixels as matched.")
@@ -68,8 +54,8 @@ def sfm(
     ] = 20,
     mapper: Annotated[
         Mapper, typer.Option(help="COLMAP's; global is far faster for hundreds of photos.")
-    ] = Mapper.incremental,
-    cameras: SharingOption = Sharing.auto,
+    ] = "incremental",
+    cameras: SharingOption = "auto",
     camera_model: ModelOption = "SIMPLE_RADIAL",
     intrinsics: IntrinsicsOption = None,
     cell: CellOption = 3.0,
@@ -80,10 +66,10 @@ def sfm(
         Optional[float], typer.Option(help="Least confidence of a match [the model's].")
     ] = None,
     device: DeviceOption = "auto",
-    precision: PrecisionOption = Precision.auto,
+    precision: PrecisionOption = "auto",
     batch: Annotated[Optional[int], typer.Option(help="Pairs matched at a time [GPU 8, CPU 1].")] = None,
     weights: WeightsOption = None,
-    rotate: RotateOption = Rotate.never,
+    rotate: RotateOption = "never",
     polish: PolishOption = True,
     model_config: Annotated[
         Optional[str], typer.Option(help="A preset (paper, tiny, ...) or a .toml/.json file.")
@@ -126,8 +112,8 @@ def sfm(
     options = SfmOptions(
         pairs=PairOptions(pairs, window, loop, neighbours),
         tracks=TrackOptions(cell, max_error, max_keypoints),
-        cameras=CameraOptions(cameras.value, camera_model, intrinsics),
-        mapper=mapper.value,
+        cameras=CameraOptions(cameras, camera_model, intrinsics),
+        mapper=mapper,
         matches=matches,
         batch_size=batch,
         features_gib=feature_cache,

@@ -1,9 +1,9 @@
-"""What is measured: PRISM, OpenCV's SIFT, or any function from two images to matches.
+"""What matches: PRISM, OpenCV's SIFT, or any function from two images to matches.
 
 A method of one's own is a Python function, named on the command line as `--method module:function`:
 
     def match(image0, image1):
-        # both: numpy arrays h w 3, uint8, RGB, already resized as the benchmark wants it
+        # both: numpy arrays h w 3, uint8, RGB, resized as the benchmark wants it
         return points0, points1, scores  # n 2 and n 2 in pixels, n; without scores, all count the same
 
 The centre of the top-left pixel is (0, 0). The module is looked for on Python's path and in the current
@@ -11,101 +11,147 @@ folder. Cached matches are those of the module as it is; what it imports is not 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import importlib
 import inspect
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import cv2
 import numpy as np
 
+from prism_match.engine.photos import Resize, scale_points
 from prism_match.errors import UserError
-from prism_match.images import Image
+from prism_match.images import Image, resize
+from prism_match.matcher import ImageFeatures, PairMatcher, Prepared
 from prism_match.matches import Matches
 
-if TYPE_CHECKING:
-    from prism_match.matcher import Matcher
-
-ImagePair = tuple[Image, Image]
 MatchFunction = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, ...]]
 
 
 class Method(Protocol):
-    name: str
-    settings: dict[str, Any]  # all that its matches depend on; it names the cache
+    """Photos are prepared in any thread, in any order; then comes what is worth keeping of each one, and at
+    last the pairs."""
 
-    def match_many(self, pairs: Iterable[ImagePair]) -> Iterator[Matches]:
-        """One result per pair, in order, in pixels of the images it was given."""
+    name: str
+    settings: dict[str, Any]  # all that its matches depend on but for the resizing and the precision
+    precision: str
+
+    def prepare(self, image: Image, resizing: Resize) -> Any: ...
+
+    def extract(self, prepared: Sequence[Any]) -> list[Any]: ...
+
+    def match(self, pairs: Sequence[tuple[Any, Any]]) -> list[Matches]:
+        """In pixels of the images as they were before they were resized."""
         ...
 
 
-def as_method(method: Method | Matcher | str) -> Method:
+def as_method(method: Method | PairMatcher | str) -> Method:
     """A method as it is, a Matcher, "sift", or "module:function"."""
     if isinstance(method, str):
         return Sift() if method == "sift" else Plugin(method, load_function(method))
-    return method if hasattr(method, "settings") else Prism(method)  # type: ignore[arg-type,return-value]
+    return Prism(method) if isinstance(method, PairMatcher) else method
 
 
 class Prism:
-    """PRISM, as a `Matcher` has it; the benchmark's resizing takes the place of the Matcher's own."""
+    """PRISM, as a `Matcher` has it."""
 
-    def __init__(self, matcher: Matcher, batch_size: int = 1):
-        self.matcher = copy.copy(matcher)  # shares the model
-        self.matcher.size = sys.maxsize
-        self.batch_size = batch_size
+    def __init__(self, matcher: PairMatcher, details: bool = False):
+        self.matcher, self.details = matcher, details
         self.name = "PRISM (ours)" if matcher.polish else "PRISM (ours), not polished"
+        config = matcher.info.config
+        self.precision = str(matcher.dtype).removeprefix("torch.")
         self.settings = {
             "method": "prism",
-            "weights": hash_weights(matcher),
-            "config": matcher.info.config.to_dict(),
-            "threshold": matcher.threshold,
+            "weights": matcher.info.sha256,
+            "config": config.to_dict(),
+            "threshold": config.theta_c if matcher.threshold is None else matcher.threshold,
             "max_matches": matcher.max_matches,
             "rotate": matcher.rotate,
             "polish": matcher.polish,
-            "precision": str(matcher.dtype).removeprefix("torch."),
         }
 
-    def match_many(self, pairs: Iterable[ImagePair]) -> Iterator[Matches]:
-        return self.matcher.match_many(pairs, self.batch_size)
+    def prepare(self, image: Image, resizing: Resize) -> Prepared:
+        size = resizing(image.size)
+        if resizing.own_size and max(size) < max(image.size):
+            return self.matcher.prepare(image, max(size))
+        resized = Image(resize(image.pixels, *size), image.name)
+        return replace(self.matcher.prepare(resized, sys.maxsize), size=image.size)
+
+    def extract(self, prepared: Sequence[Prepared]) -> list[ImageFeatures]:
+        return self.matcher.extract_prepared(prepared)
+
+    def match(self, pairs: Sequence[tuple[ImageFeatures, ImageFeatures]]) -> list[Matches]:
+        return self.matcher.match_extracted(pairs, details=self.details)
+
+    def unpack(self, tensors: dict[str, Any], texts: dict[str, str]) -> ImageFeatures:
+        return ImageFeatures.unpack(tensors, texts, self.matcher.device)
 
 
-class Sift:
+@dataclass(frozen=True)
+class Resized:
+    image: Image
+    size: tuple[int, int]  # width, height before
+
+    @property
+    def name(self) -> str:
+        return self.image.name
+
+    def to_original(self, points: np.ndarray) -> np.ndarray:
+        """n 2, float32."""
+        return scale_points(points, self.image.size, self.size).astype(np.float32)
+
+
+class ResizedImages:
+    """What methods share that want nothing but resized images."""
+
+    precision = "float32"
+
+    def prepare(self, image: Image, resizing: Resize) -> Resized:
+        return Resized(Image(resize(image.pixels, *resizing(image.size)), image.name), image.size)
+
+
+@dataclass(frozen=True)
+class SiftFeatures:
+    points: np.ndarray  # n 2, float32, in pixels of the image before it was resized
+    words: np.ndarray  # n 128
+    size: tuple[int, int]
+    name: str
+
+
+class Sift(ResizedImages):
     """OpenCV's SIFT with a ratio test and a mutual check: the baseline that anyone can run."""
 
     name = "SIFT"
 
-    def __init__(self, features: int = 4096, ratio: float = 0.8, remember: int = 32):
-        self.features, self.ratio, self.remember = features, ratio, remember
+    def __init__(self, features: int = 4096, ratio: float = 0.8):
+        self.features, self.ratio = features, ratio
         self.settings = {"method": "sift", "features": features, "ratio": ratio}
 
-    def match_many(self, pairs: Iterable[ImagePair]) -> Iterator[Matches]:
+    def extract(self, prepared: Sequence[Resized]) -> list[SiftFeatures]:
         sift = cv2.SIFT_create(nfeatures=self.features)  # type: ignore[attr-defined]
-        known: OrderedDict[int, tuple[Image, np.ndarray, np.ndarray]] = OrderedDict()
-        for pair in pairs:
-            for image in pair:
-                if id(image) not in known:
-                    known[id(image)] = (image, *self._detect(sift, image))
-                known.move_to_end(id(image))
-            (_, points0, words0), (_, points1, words1) = (known[id(image)] for image in pair)
-            index, scores = mutual_ratio_matches(words0, words1, self.ratio)
-            yield make_matches(points0[index[:, 0]], points1[index[:, 1]], scores, pair)
-            while len(known) > self.remember:
-                known.popitem(last=False)
+        return [self._detect(sift, p) for p in prepared]
 
-    def _detect(self, sift: Any, image: Image) -> tuple[np.ndarray, np.ndarray]:
-        """Points n 2 and descriptors n 128."""
+    def match(self, pairs: Sequence[tuple[SiftFeatures, SiftFeatures]]) -> list[Matches]:
+        found = []
+        for a, b in pairs:
+            index, scores = mutual_ratio_matches(a.words, b.words, self.ratio)
+            found.append(make_matches(a.points[index[:, 0]], b.points[index[:, 1]], scores, a, b))
+        return found
+
+    def _detect(self, sift: Any, prepared: Resized) -> SiftFeatures:
+        image = prepared.image
         gray = np.round(image.gray * 255).astype(np.uint8)
         keypoints, words = sift.detectAndCompute(gray, None)
         if words is None:
-            return np.empty((0, 2), np.float32), np.empty((0, 128), np.float32)
+            points, words = np.empty((0, 2), np.float32), np.empty((0, 128), np.float32)
+            return SiftFeatures(points, words, prepared.size, image.name)
         # OpenCV may give a few more than asked for when responses are equal.
         points = np.array([k.pt for k in keypoints], np.float32)[: self.features]
-        return points, words[: self.features]
+        return SiftFeatures(prepared.to_original(points), words[: self.features], prepared.size, image.name)
 
 
 def mutual_ratio_matches(
@@ -125,19 +171,24 @@ def mutual_ratio_matches(
     return np.stack([kept, first[kept]], axis=1), (1 - share[kept]).astype(np.float32)
 
 
-class Plugin:
+class Plugin(ResizedImages):
     """A function of the user's, see above."""
 
     def __init__(self, name: str, function: MatchFunction):
         self.name, self.function = name, function
         self.settings = {"method": name, "source": hash_source(function)}
 
-    def match_many(self, pairs: Iterable[ImagePair]) -> Iterator[Matches]:
-        for pair in pairs:
-            found = self.function(pair[0].rgb, pair[1].rgb)
-            points, scores = self._arrays(found)
-            finite = np.isfinite(points[0]).all(1) & np.isfinite(points[1]).all(1)
-            yield make_matches(points[0][finite], points[1][finite], scores[finite], pair)
+    def extract(self, prepared: Sequence[Resized]) -> list[Resized]:
+        return list(prepared)
+
+    def match(self, pairs: Sequence[tuple[Resized, Resized]]) -> list[Matches]:
+        return [self._match(a, b) for a, b in pairs]
+
+    def _match(self, a: Resized, b: Resized) -> Matches:
+        points, scores = self._arrays(self.function(a.image.rgb, b.image.rgb))
+        finite = np.isfinite(points[0]).all(1) & np.isfinite(points[1]).all(1)
+        points0, points1 = a.to_original(points[0][finite]), b.to_original(points[1][finite])
+        return make_matches(points0, points1, scores[finite], a, b)
 
     def _arrays(self, found: Any) -> tuple[list[np.ndarray], np.ndarray]:
         """What the function gave, as points n 2 of both images and scores n."""
@@ -181,18 +232,8 @@ def hash_source(function: MatchFunction) -> str:
     return hashlib.sha256(source).hexdigest()[:16]
 
 
-def make_matches(points0: np.ndarray, points1: np.ndarray, scores: np.ndarray, pair: ImagePair) -> Matches:
-    """Best first, as `Matches` has them."""
+def make_matches(points0: np.ndarray, points1: np.ndarray, scores: np.ndarray, a: Any, b: Any) -> Matches:
+    """Best first, as `Matches` has them. a, b: the images, or what knows their size and name."""
     order = np.argsort(-scores, kind="stable")
-    a, b = pair
     p0, p1, best = (np.asarray(x[order], np.float32) for x in (points0, points1, scores))
     return Matches(p0, p1, best, a.size, b.size, a.name, b.name)
-
-
-def hash_weights(matcher: Matcher) -> str:
-    """Of the weights themselves rather than of a file: they may be in training."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(matcher.model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -26,7 +26,7 @@ from prism_match.geometry import MINIMUM, Backend, estimate, warp_points
 from prism_match.matches import Matches
 
 if TYPE_CHECKING:
-    from prism_match.matcher import Matcher
+    from prism_match.matcher import PairMatcher
 
 SHORTER_SIDE = 480
 MOST_MATCHES = 1000
@@ -80,7 +80,7 @@ def read_matrix(file: Path) -> np.ndarray | None:
 
 def evaluate_homography(
     pairs: Sequence[HomographyPair],
-    method: Method | Matcher | str,
+    method: Method | PairMatcher | str,
     size: int = SHORTER_SIDE,
     ransac: Backend = "opencv",
     threshold: float | None = None,

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import torch
 
+from prism_match.engine import Matcher
+from prism_match.evaluation.megadepth import read_megadepth
+from prism_match.evaluation.pose import evaluate_pose
 from prism_match.model.prism import PRISM
 from prism_match.weights.store import export_weights
 
@@ -18,10 +21,6 @@ def pose_validation(
     """AUC of the pose error on a folder of MegaDepth's layout (`scene_info`, images), with OpenCV's RANSAC.
 
     The folder is read now, so that a wrong one is told before the training and not after its first hour."""
-    from prism_match.evaluation.megadepth import read_megadepth
-    from prism_match.evaluation.pose import evaluate_pose
-    from prism_match.matcher import Matcher
-
     pairs = read_megadepth(folder)
 
     def validate(model: PRISM) -> dict[str, float]:

@@ -36,7 +36,7 @@ def export_colmap(
     verify: also check every pair by its geometry. overwrite: replace keypoints and matches that are there.
     Returns the numbers of images, keypoints and matches in the database."""
     store = MatchStore(matches)
-    if not store.pairs:
+    if not len(store):
         raise UserError(f"{matches}: there are no matches in it")
     files: dict[str, tuple[Path | None, tuple[int, int]]] = {}
     for name, entry in store.images.items():
@@ -47,7 +47,7 @@ def export_colmap(
     chosen = choose_cameras(files, cameras or CameraOptions())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tracks.h5"
-        shared = share_keypoints(store.load_all(), tracks, store.scales)
+        shared = share_keypoints(store.items(), tracks, store.scales)
         if images is not None and polish:
             shared = polish_tracks(shared, {n: images / n for n in shared.keypoints}, find_device("auto"))
         keypoints = {

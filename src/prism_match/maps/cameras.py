@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from prism_match.cameras import CAMERA_MODELS
+from prism_match.config import Sharing
 from prism_match.errors import UserError
 
-Sharing = Literal["auto", "shared", "per-image"]
 Size = tuple[int, int]  # width, height
 
 UNKNOWN_FOCAL = 1.2  # times the longer side, where nothing is known: what COLMAP begins with

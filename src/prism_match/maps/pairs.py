@@ -58,13 +58,3 @@ def tidy(pairs: np.ndarray) -> np.ndarray:
     """m 2: the smaller number first, sorted, each pair once, no image with itself."""
     pairs = np.sort(np.asarray(pairs, dtype=np.int64).reshape(-1, 2), axis=1)
     return np.unique(pairs[pairs[:, 0] < pairs[:, 1]], axis=0)
-
-
-def in_blocks(pairs: np.ndarray, block: int) -> np.ndarray:
-    """m 2: the same pairs in an order that needs few images at a time: those between one block of images
-    and another after each other, forth and back so that neighbouring blocks share one side."""
-    if not len(pairs):
-        return pairs
-    row, column = pairs[:, 0] // block, pairs[:, 1] // block
-    snake = np.where(row % 2 == 0, column, -column)
-    return pairs[np.lexsort((pairs[:, 1], pairs[:, 0], snake, row))]

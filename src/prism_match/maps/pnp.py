@@ -10,10 +10,9 @@ import cv2
 import numpy as np
 
 from prism_match.cameras import Camera
+from prism_match.config import PnpBackend
 from prism_match.errors import UserError
 from prism_match.geometry import import_poselib
-
-PnpBackend = Literal["auto", "poselib", "opencv"]
 
 LEAST = 4  # correspondences: three for a pose, one that speaks for it
 CONFIDENCE = 0.99999

@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import PIL.Image
 import PIL.ImageOps
 from tqdm import tqdm
 
+from prism_match.config import Mapper
+from prism_match.engine import Engine, Limits, MatchStore, Names, Prism, Resize
 from prism_match.engine.photos import IMAGE_SUFFIXES
-from prism_match.engine.store import MatchStore, Names
 from prism_match.errors import UserError
 from prism_match.files import atomic_path, file_digest, short_hash, writable_folder
 from prism_match.images import exif_orientation, image_size, load_image
@@ -42,12 +43,11 @@ from prism_match.maps.tracks import (
 from prism_match.matcher import find_device
 
 if TYPE_CHECKING:
-    from prism_match.matcher import Matcher
+    from prism_match.matcher import PairMatcher
 
 EXHAUSTIVE_UP_TO = 40  # images; beyond that "auto" retrieves
 PAIR_MODES = ("auto", "exhaustive", "sequential", "retrieval")
 EXACT = 0.5  # pixels of the photos: points that are further off count less in the last adjustment
-Mapper = Literal["incremental", "global"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,11 @@ class SfmOptions:
 
 
 def reconstruct(
-    images: Path, out: Path, options: SfmOptions, make_matcher: Callable[[], Matcher], progress: bool = False
+    images: Path,
+    out: Path,
+    options: SfmOptions,
+    make_matcher: Callable[[], PairMatcher],
+    progress: bool = False,
 ) -> dict[str, Any]:
     """All of `prism sfm` but transforms.json; what --json holds, with the folder of the photos that show the
     pixels of the model. Raises `UserError` where there is nothing to build on."""
@@ -182,7 +186,7 @@ def match_images(
     files: dict[str, Path],
     out: Path,
     options: SfmOptions,
-    make_matcher: Callable[[], Matcher],
+    make_matcher: Callable[[], PairMatcher],
     progress: bool = False,
 ) -> MatchedPhotos:
     """The matches of all chosen pairs, or of all pairs in the store that the options name."""
@@ -191,29 +195,28 @@ def match_images(
         for name in files.keys() & store.images.keys():
             if file_digest(files[name]) != store.images[name].digest:
                 raise UserError(f"{options.matches}: its matches are of another {name} than the one here")
-        return MatchedPhotos(store, {pair for pair in store.pairs if files.keys() >= set(pair)}, {})
-    from prism_match.engine.features import MAPS_IN_MEMORY, match_pairs, match_settings
-
+        return MatchedPhotos(store, {pair for pair in store if files.keys() >= set(pair)}, {})
     matcher = make_matcher()
-    pairs, broken = choose_pairs(files, out, options.pairs, matcher, progress)
-    store = MatchStore(out / "matches.h5", match_settings(matcher))
-    if store.replaced is not None:
-        print(f"prism: matches with other settings are kept as {store.replaced}", file=sys.stderr)
+    numbers, broken = choose_pairs(files, out, options.pairs, matcher, progress)
+    names = list(files)
+    pairs = [(names[a], names[b]) for a, b in numbers]
     at_once = options.batch_size or (8 if matcher.device.type == "cuda" else 1)
-    broken |= match_pairs(
-        matcher, files, pairs, store,
-        batch_size=at_once, maps_in_memory=max(MAPS_IN_MEMORY, 2 * at_once), features=out / "features",
-        maps_on_disk=round(options.features_gib * 2**30), device=matcher.device, progress=progress,
-    )  # fmt: skip
+    limits = Limits(at_once, disk=round(options.features_gib * 2**30), folder=str(out / "features"))
+    engine = Engine(Prism(matcher), Resize.largest(matcher.size), limits)
+    with MatchStore(out / "matches.h5", engine.settings) as store:
+        if store.replaced is not None:
+            print(f"prism: matches with other settings are kept as {store.replaced}", file=sys.stderr)
+        with tqdm(total=len(pairs), desc="matching", unit="pair", disable=None if progress else True) as bar:
+            for outcome in engine.match(files, pairs, store):
+                bar.update()
+                broken |= outcome.broken
     for reason in broken.values():
         print(f"prism: skipped: {reason}", file=sys.stderr)
-    names = list(files)
-    chosen = {frozenset((names[a], names[b])) for a, b in pairs}
-    return MatchedPhotos(store, {pair for pair in store.pairs if frozenset(pair) in chosen}, broken)
+    return MatchedPhotos(store, {pair for pair in pairs if pair in store}, broken)
 
 
 def choose_pairs(
-    files: dict[str, Path], out: Path, options: PairOptions, matcher: Matcher, progress: bool
+    files: dict[str, Path], out: Path, options: PairOptions, matcher: PairMatcher, progress: bool
 ) -> tuple[np.ndarray, dict[str, str]]:
     """m 2, numbers of the files; and files that could not be read on the way."""
     mode = options.mode
@@ -229,7 +232,7 @@ def choose_pairs(
 
 
 def retrieve_pairs(
-    files: dict[str, Path], cache: Path, neighbours: int, matcher: Matcher, progress: bool
+    files: dict[str, Path], cache: Path, neighbours: int, matcher: PairMatcher, progress: bool
 ) -> tuple[np.ndarray, dict[str, str]]:
     from prism_match.maps.retrieval import describe_files
 
@@ -252,7 +255,7 @@ def make_tracks(
 ) -> dict[str, int]:
     with working("merging", progress):
         shared = share_keypoints(
-            ((n, m) for n, m in store.load_all() if n in usable), options.tracks, store.scales
+            ((n, m) for n, m in store.items() if n in usable), options.tracks, store.scales
         )
     if options.polish:
         shared = polish_tracks(shared, files, find_device(options.device), progress)

@@ -11,30 +11,37 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 
+from prism_match.engine.photos import content_of, in_threads
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, file_digest
+from prism_match.files import atomic_path
 from prism_match.images import ImageLike
-from prism_match.matcher import ImageFeatures, Matcher
+from prism_match.matcher import ImageFeatures, PairMatcher, Prepared
 
 SIZE = 320  # longer side in pixels
 SECONDS_A_SAVE = 30.0  # of describing that a kill can cost
 POWER = 3.0  # of the generalised mean: 1 is the mean, infinity the maximum
 
 
-def global_descriptors(matcher: Matcher, images: Sequence[ImageLike], progress: bool = False) -> np.ndarray:
+def global_descriptors(
+    matcher: PairMatcher, images: Sequence[ImageLike], progress: bool = False
+) -> np.ndarray:
     """n d, float32, of unit length: one descriptor per image, independent of the other images.
     `top_pairs` compares them."""
     from tqdm import tqdm
 
     rows = [
-        pool(matcher.extract([image], size=SIZE)[0])
+        _describe(matcher, matcher.prepare(image, SIZE))
         for image in tqdm(images, "describing", unit="image", disable=None if progress else True)
     ]
     return np.stack(rows) if rows else np.zeros((0, 2 * matcher.model.config.coarse_dim), np.float32)
 
 
+def _describe(matcher: PairMatcher, prepared: Prepared) -> np.ndarray:
+    return pool(matcher.extract_prepared([prepared])[0])
+
+
 def describe_files(
-    matcher: Matcher, files: Iterable[Path], cache: Path | None = None, progress: bool = False
+    matcher: PairMatcher, files: Iterable[Path], cache: Path | None = None, progress: bool = False
 ) -> tuple[dict[Path, np.ndarray], dict[Path, str]]:
     """The descriptor of each file, d, and what is wrong with those that cannot be read. Descriptors stay in
     `cache`, an .npz, by the digest of their image and of the weights."""
@@ -44,15 +51,21 @@ def describe_files(
     described: dict[Path, np.ndarray] = {}
     broken: dict[Path, str] = {}
     new, saved = 0, time.monotonic()
-    for path in tqdm(dict.fromkeys(files), "describing", unit="image", disable=None if progress else True):
-        try:
-            key = f"{file_digest(path)}-{matcher.info.sha256}"
-            if key not in known:
-                known[key] = global_descriptors(matcher, [path])[0]
+
+    def look(path: Path) -> tuple[str, Prepared | None]:
+        key = f"{content_of(path)}-{matcher.info.sha256}"
+        return key, None if key in known else matcher.prepare(path, SIZE)
+
+    bar = tqdm(dict.fromkeys(files), "describing", unit="image", disable=None if progress else True)
+    for path, found in in_threads(bar, look):
+        if isinstance(found, UserError):
+            broken[path] = str(found)
+        else:
+            key, prepared = found
+            if prepared is not None:
+                known[key] = _describe(matcher, prepared)
                 new += 1
             described[path] = known[key]
-        except UserError as error:
-            broken[path] = str(error)
         if cache is not None and new and time.monotonic() - saved > SECONDS_A_SAVE:
             _write_cache(cache, known)
             new, saved = 0, time.monotonic()

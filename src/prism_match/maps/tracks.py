@@ -18,9 +18,10 @@ import h5py
 import numpy as np
 import torch
 
-from prism_match.engine.store import Names, PairMatches, pair_key
+from prism_match.engine.store import Names, group_name
 from prism_match.errors import UserError
 from prism_match.files import atomic_path
+from prism_match.matches import Matches
 from prism_match.polish import local_affine
 
 ANCHOR = 0.05  # weight, in scores, of where a keypoint was at first: a track as a whole must not wander
@@ -74,7 +75,7 @@ class SharedKeypoints:
 
 
 def share_keypoints(
-    pairs: Iterable[tuple[Names, PairMatches]],
+    pairs: Iterable[tuple[Names, Matches]],
     options: TrackOptions | None = None,
     scales: Mapping[str, float] | None = None,
 ) -> SharedKeypoints:
@@ -205,7 +206,7 @@ class LocalMatches:
     jacobian: np.ndarray  # m 2 2
 
     @staticmethod
-    def of(matches: PairMatches, rows: np.ndarray) -> LocalMatches:
+    def of(matches: Matches, rows: np.ndarray) -> LocalMatches:
         points0, points1 = (torch.from_numpy(p).double() for p in (matches.keypoints0, matches.keypoints1))
         jacobian = local_affine(points0, points1).numpy()[rows]
         return LocalMatches(matches.keypoints0[rows], matches.keypoints1[rows], jacobian)
@@ -259,7 +260,7 @@ def save_tracks(path: Path, shared: SharedKeypoints, colours: dict[str, np.ndarr
             if colours is not None and name in colours:
                 group["rgb"] = colours[name]
         for names, matches in shared.matches.items():
-            group = file.create_group(pair_key("matches", names))
+            group = file.create_group(group_name("matches", names))
             group["index"], group["scores"] = matches.index, matches.scores
 
 
