@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prism_match.engine.store import PairMatches
 from prism_match.errors import UserError
 from prism_match.maps.track_polish import polish_tracks, strongest_of_track
 from prism_match.maps.tracks import (
@@ -24,6 +23,11 @@ from prism_match.maps.tracks import (
     save_tracks,
     share_keypoints,
 )
+from prism_match.matches import Matches
+
+
+def plain_matches(points0: np.ndarray, points1: np.ndarray, scores: np.ndarray) -> Matches:
+    return Matches(points0, points1, scores, (160, 120), (160, 120))
 
 
 def slow_merge(points, scores, cell, max_error, most):
@@ -109,7 +113,7 @@ def three_views(noise: float, count: int = 200) -> dict:
     pairs = {}
     for a, b in ((0, 1), (0, 2), (1, 2)):
         ends = [(base + 10 * k + noise * g.uniform(-1, 1, base.shape)).astype(np.float32) for k in (a, b)]
-        pairs[f"{a}", f"{b}"] = PairMatches(*ends, g.uniform(0.3, 1, len(base)).astype(np.float32))
+        pairs[f"{a}", f"{b}"] = plain_matches(*ends, g.uniform(0.3, 1, len(base)).astype(np.float32))
     return pairs
 
 
@@ -129,7 +133,7 @@ def test_wrong_matches_are_dropped():
     moved[::10] -= 1.8  # still in the cell of the keypoint it should be
     scores = pairs["0", "2"].scores.copy()
     scores[::10] = 0.05
-    pairs["0", "2"] = PairMatches(pairs["0", "2"].keypoints0, moved, scores)
+    pairs["0", "2"] = plain_matches(pairs["0", "2"].keypoints0, moved, scores)
     shared = share_keypoints(pairs.items(), TrackOptions(cell=8.0, max_error=1.0))
     to = {names: dict(m.index.tolist()) for names, m in shared.matches.items()}
     assert len(to["0", "1"]) == len(to["1", "2"]) == 200
@@ -149,7 +153,7 @@ def turned_views(seed: int, count: int = 400) -> tuple[dict, dict]:
     for a, b in (("0", "1"), ("0", "2"), ("1", "2")):
         points = np.stack(np.mgrid[0:20, 0:20].reshape(2, -1), 1)[:count] * 8.0 + g.uniform(-1, 1, (count, 2))
         ends = [(points @ maps[k][:, :2].T + maps[k][:, 2]).astype(np.float32) for k in (a, b)]
-        pairs[a, b] = PairMatches(*ends, g.uniform(0.3, 1, count).astype(np.float32))
+        pairs[a, b] = plain_matches(*ends, g.uniform(0.3, 1, count).astype(np.float32))
     return pairs, maps
 
 
@@ -230,7 +234,7 @@ def test_keypoints_move_to_where_their_photos_look_alike(photo, tmp_path):
 
 def test_scales_and_limits():
     pairs = three_views(0.3)
-    large = {k: PairMatches(4 * m.keypoints0, 4 * m.keypoints1, m.scores) for k, m in pairs.items()}
+    large = {k: plain_matches(4 * m.keypoints0, 4 * m.keypoints1, m.scores) for k, m in pairs.items()}
     small, scaled = (
         share_keypoints(pairs.items()),
         share_keypoints(large.items(), None, dict.fromkeys("012", 4.0)),
@@ -241,7 +245,9 @@ def test_scales_and_limits():
     for name, points in few.keypoints.items():
         assert len(points) == 50
         assert points.scores.min() >= np.sort(small.keypoints[name].scores)[-50] - 1e-6
-    nothing = PairMatches(np.zeros((0, 2), np.float32), np.zeros((0, 2), np.float32), np.zeros(0, np.float32))
+    nothing = plain_matches(
+        np.zeros((0, 2), np.float32), np.zeros((0, 2), np.float32), np.zeros(0, np.float32)
+    )
     assert share_keypoints([(("a", "b"), nothing)]).matches == {}
     for bad in ({"cell": 0}, {"max_error": -1}, {"max_keypoints": 0}, {"cell": float("nan")}):
         with pytest.raises(UserError):

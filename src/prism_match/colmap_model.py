@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import TypeVar
 
 import numpy as np
@@ -135,6 +135,9 @@ def _guarded(read: Callable[[Path], Parsed], file: Path) -> Parsed:
 
 def _view(file: Path, image: tuple, cameras: dict[int, Camera], point_ids: np.ndarray) -> PosedView:
     name, quaternion, translation, camera, xys, ids = image
+    if ".." in PureWindowsPath(name).parts or PureWindowsPath(name).anchor or "\0" in name:
+        # Photos are read, and depth maps written, under this name.
+        raise UserError(f"{file}: the name of image {name!r} leads outside the folder of the images")
     if camera not in cameras:
         raise UserError(f"{file}: image {name} has camera {camera}, which is not in the model")
     ids, first = np.unique(ids, return_index=True)  # a point seen twice in one image counts once

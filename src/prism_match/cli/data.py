@@ -99,11 +99,12 @@ def megadepth(
     out: Annotated[Optional[Path], typer.Option("-o", "--out", help="The index [ROOT/index].")] = None,
 ) -> None:
     """Build the index of MegaDepth's pairs from the raw release."""
+    from prism_match.maps.colmap import undistort
     from prism_match.training.data.megadepth import build_index
 
     logging.basicConfig(format="%(message)s")
     try:
-        written = build_index(root, out or root / "index")
+        written = build_index(root, out or root / "index", undistort=undistort)
     except ValueError as error:
         raise UserError(str(error)) from error
     print(f"{len(written)} scenes in {out or root / 'index'}")

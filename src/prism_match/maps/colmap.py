@@ -73,3 +73,8 @@ def last_words(log: str) -> str:
     lines = [line.strip() for line in log.splitlines()]
     words = [line for line in lines if line and not line.startswith(("@", "***", "PC:"))]
     return words[-1] if words else "it said nothing"
+
+
+def undistort(model: Path, images: Path, out: Path) -> None:
+    """The photos of a model without their lens distortion, and the model that fits them."""
+    run("undistort", model=str(model), images=str(images), out=str(out))

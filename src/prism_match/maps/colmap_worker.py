@@ -283,11 +283,20 @@ def sift(images: str, database: str, camera: dict[str, Any], threads: int) -> di
         return {"images": db.num_images(), "keypoints": db.num_keypoints(), "matches": db.num_matches()}
 
 
+def undistort(model: str, images: str, out: str) -> dict[str, Any]:
+    """The photos of a model without their lens distortion, and the model that fits them."""
+    import pycolmap
+
+    pycolmap.undistort_images(out, model, images)
+    return {}
+
+
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "database": write_database,
     "verify": verify,
     "reconstruct": reconstruct,
     "sift": sift,
+    "undistort": undistort,
 }
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +17,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from prism_match.images import load_image
-from prism_match.maps.tracks import SharedKeypoints
+from prism_match.engine.features import FeatureCache
+from prism_match.engine.order import arrange
+from prism_match.images import image_size, load_image
+from prism_match.maps.tracks import SharedKeypoints, components
 from prism_match.polish import polish
 
-PHOTOS_IN_MEMORY = 64
+MEMORY = 2**30  # bytes of photos that are held
 ROUNDS = 3  # of polishing: keypoints are off by less than new matches
 
 
@@ -36,10 +37,6 @@ def polish_tracks(
     if not shared.matches:
         return shared
 
-    @lru_cache(PHOTOS_IN_MEMORY)
-    def gray_of(name: str) -> Tensor:
-        return torch.from_numpy(load_image(files[name]).gray)
-
     names = list(shared.keypoints)
     starts = np.cumsum([0, *map(len, shared.keypoints.values())])
     xy = np.concatenate([k.xy for k in shared.keypoints.values()])
@@ -49,17 +46,36 @@ def polish_tracks(
     followers = np.flatnonzero((leader != np.arange(len(xy))) & (image[leader] != image))
     pair = image[leader[followers]] * len(names) + image[followers]
     moved = xy.copy()
-    order = np.argsort(pair, kind="stable")
-    groups = np.split(followers[order], np.flatnonzero(np.diff(pair[order])) + 1)
-    for rows in tqdm(groups, "polishing", unit="pair", disable=None if progress else True):
-        if not len(rows):
-            continue
-        first, second = (gray_of(names[image[n]]).to(device) for n in (leader[rows[0]], rows[0]))
-        points0, points1 = (torch.from_numpy(xy[n]).to(device) for n in (leader[rows], rows))
+    sorted_rows = np.argsort(pair, kind="stable")
+    groups = np.split(followers[sorted_rows], np.flatnonzero(np.diff(pair[sorted_rows])) + 1)
+    groups = [rows for rows in groups if len(rows)]
+    pairs = [(names[image[leader[rows[0]]]], names[image[rows[0]]]) for rows in groups]
+    photos = FeatureCache(MEMORY)
+    largest = max((w * h for w, h in filter(None, map(image_size, files.values()))), default=1)
+    order = arrange(pairs, MEMORY // largest)
+    photos.expect(pairs[n] for n in order)
+
+    def gray_of(name: str) -> Tensor:
+        gray = photos.get(name)
+        if gray is None:
+            gray = read_gray_bytes(files[name])
+            photos.add({name: gray})
+        return torch.from_numpy(gray).to(device).float() / 255
+
+    for done, n in enumerate(tqdm(order, "polishing", unit="pair", disable=None if progress else True)):
+        rows = groups[n]
+        first, second = map(gray_of, pairs[n])
+        points0, points1 = (torch.from_numpy(xy[at]).to(device) for at in (leader[rows], rows))
         moved[rows] = polish(first, second, points0, points1, ROUNDS).cpu().numpy()
+        photos.release(done, pairs[n])
     parts = np.split(moved, starts[1:-1])
     keypoints = {n: replace(k, xy=p) for (n, k), p in zip(shared.keypoints.items(), parts, strict=True)}
     return SharedKeypoints(keypoints, shared.matches)
+
+
+def read_gray_bytes(path: Path) -> np.ndarray:
+    """h w, uint8: a quarter of the memory, and no less exact."""
+    return (load_image(path).gray * 255).round().astype(np.uint8)
 
 
 def strongest_of_track(shared: SharedKeypoints, strength: np.ndarray) -> np.ndarray:
@@ -70,14 +86,8 @@ def strongest_of_track(shared: SharedKeypoints, strength: np.ndarray) -> np.ndar
         np.concatenate([start[names[side]] + m.index[:, side] for names, m in shared.matches.items()])
         for side in (0, 1)
     )
-    # Ranks instead of strengths: no two are equal, so that a track has one leader.
-    rank = np.empty(len(strength), np.int64)
-    rank[np.argsort(strength, kind="stable")] = np.arange(len(strength))
-    best = rank.copy()
-    while True:
-        before = best.copy()
-        np.maximum.at(best, first, best[second])
-        np.maximum.at(best, second, best[first])
-        if np.array_equal(best, before):
-            break
-    return np.argsort(rank)[best]
+    track = components(len(strength), np.stack([first, second], axis=1))
+    weakest_first = np.argsort(strength, kind="stable")
+    leader = np.empty(len(strength), np.int64)
+    leader[track[weakest_first]] = weakest_first  # the last one to be written stays
+    return leader[track]

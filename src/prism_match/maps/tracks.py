@@ -251,6 +251,20 @@ def refine_positions(
     return {name: Keypoints(m, k.scores) for (name, k), m in zip(keypoints.items(), moved, strict=True)}
 
 
+def components(count: int, edges: np.ndarray) -> np.ndarray:
+    """count, int64: for each of so many nodes the smallest number that edges (e 2) join it with."""
+    label = np.arange(count)
+    while True:
+        low = np.minimum(label[edges[:, 0]], label[edges[:, 1]])
+        new = label.copy()
+        np.minimum.at(new, edges[:, 0], low)
+        np.minimum.at(new, edges[:, 1], low)
+        new = new[new]  # labels point to nodes: jumping along them halves the way
+        if (new == label).all():
+            return label
+        label = new
+
+
 def save_tracks(path: Path, shared: SharedKeypoints, colours: dict[str, np.ndarray] | None = None) -> None:
     """To an .h5 file; colours: k 3, uint8, of the keypoints of each image, where they are known."""
     with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
