@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -26,6 +27,7 @@ from typer.testing import CliRunner
 from prism_match import Matcher, UserError
 from prism_match.cli.eval import evaluate
 from prism_match.config import PRESETS
+from prism_match.engine.lock import lock_folder
 from prism_match.engine.methods import Plugin, Resized, ResizedImages, Sift, as_method, make_matches
 from prism_match.engine.photos import Resize, scale_points, scaling
 from prism_match.evaluation import Benchmark
@@ -388,8 +390,6 @@ def test_at_most_1000_matches_count(sequences: Path) -> None:
 
 
 def test_a_sequence_that_lacks_a_file(sequences: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(sequences, tmp_path / "s")
     (tmp_path / "s" / "v_a" / "3.ppm").unlink()
     (tmp_path / "s" / "i_b" / "H_1_2").write_text("nonsense")
@@ -401,8 +401,6 @@ def test_a_sequence_that_lacks_a_file(sequences: Path, tmp_path: Path) -> None:
 
 
 def test_an_image_without_homography_is_told(sequences: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(sequences, tmp_path / "s")
     (tmp_path / "s" / "v_a" / "H_1_3").unlink()
     pairs = read_hpatches(tmp_path / "s")
@@ -519,8 +517,6 @@ def test_bins_of_overlap_take_turns() -> None:
 
 
 def test_bad_sequences(sequence: Path, tmp_path: Path) -> None:
-    import shutil
-
     with pytest.raises(UserError, match="no RGB-D sequence"):
         read_rgbd(tmp_path)
     with pytest.raises(UserError, match="at least 1"):
@@ -607,6 +603,39 @@ def test_a_matcher_is_a_method(megadepth: Path, tiny_matcher: Matcher, tmp_path:
     assert tiny_matcher.size == 832, "the caller's matcher stays as it is"
 
 
+def test_scores_know_images_by_their_content(megadepth: Path, tmp_path: Path) -> None:
+    """Neither by their size and path, nor by where they are."""
+    shutil.copytree(megadepth, tmp_path / "here")
+    run = Run(out=tmp_path / "out")
+    pairs = read_megadepth(tmp_path / "here")
+    evaluate_pose(pairs, Oracle(pairs), SIZE, run=run)
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    moved = read_megadepth(tmp_path / "there")
+    method = Oracle(moved)
+    evaluate_pose(moved, method, SIZE, run=run)
+    assert method.matched == 0
+    image = cv2.imread(str(moved[0].image0), cv2.IMREAD_GRAYSCALE)
+    before = moved[0].image0.read_bytes()
+    other = cv2.imencode(".png", image[::-1])[1].tobytes()
+    # Another image of the same length: what follows the end of a PNG is not looked at.
+    length = max(len(before), len(other))
+    moved[0].image0.write_bytes(before.ljust(length, b"\0"))
+    method = Oracle(moved)
+    evaluate_pose(moved, method, SIZE, run=run)
+    first = method.matched
+    moved[0].image0.write_bytes(other.ljust(length, b"\0"))
+    method = Oracle(moved)
+    evaluate_pose(moved, method, SIZE, run=run)
+    assert first == method.matched == sum(moved[0].image0 in (p.image0, p.image1) for p in moved) > 0
+
+
+def test_a_folder_of_results_has_one_run_at_a_time(megadepth: Path, tmp_path: Path) -> None:
+    pairs = read_megadepth(megadepth)
+    with lock_folder(tmp_path), pytest.raises(UserError, match="is in use by another run"):
+        evaluate_pose(pairs, Oracle(pairs), SIZE, run=Run(out=tmp_path))
+    evaluate_pose(pairs, Oracle(pairs), SIZE, run=Run(out=tmp_path))
+
+
 # ---- whole benchmarks
 
 
@@ -666,8 +695,6 @@ def test_scale_ratios(tiny: Options, megadepth: Path, tmp_path: Path) -> None:
 
 
 def test_pairs_without_depth_are_told(tiny: Options, megadepth: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(megadepth, tmp_path / "md")
     (tmp_path / "md" / "depths" / "0.h5").unlink()
     report = BENCHMARKS["megadepth-scale"](replace(tiny, data=tmp_path / "md", method="sift"))
@@ -689,8 +716,6 @@ def test_pairs_without_truth_are_told(
 
 
 def test_sweeps_tell_what_fails(tiny: Options, megadepth: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(megadepth, tmp_path / "md")
     names = sorted((tmp_path / "md" / "Undistorted_SfM" / "0015" / "images").iterdir())
     names[0].write_text("damaged")
@@ -805,6 +830,14 @@ def test_mistakes(run_eval, megadepth: Path, tmp_path: Path) -> None:
         done = run_eval("megadepth1500", *words)
         assert isinstance(done.exception, UserError) and word in str(done.exception), words
     assert run_eval("chess", "--data", tmp_path).exit_code == 2
+
+
+def test_what_numbers_are_for_stands_above_them(tiny: Options) -> None:
+    report = BENCHMARKS["megadepth1500"](replace(tiny, method="sift", pairs=2))
+    caveat = "the published numbers are for 1500 pairs, ours for 2"
+    assert str(report).startswith(f"note: {caveat}")
+    markdown = report.markdown("prism eval")
+    assert markdown.index(caveat) < markdown.index("AUC@5")
 
 
 def test_every_benchmark_has_a_name() -> None:

@@ -19,18 +19,21 @@ from conftest import needs_shared
 from synthetic_scene import HEIGHT, WIDTH, K, Scene, make_scene, quaternion
 from typer.testing import CliRunner
 
-from prism_match import UserError
+from prism_match import Matcher, UserError
 from prism_match.cameras import Camera, pinhole
 from prism_match.cli.eval import parse_limits
 from prism_match.cli.localize import localize_command
-from prism_match.colmap_model import read_model
+from prism_match.colmap_model import Model, PosedView, read_model
+from prism_match.config import PRESETS
 from prism_match.engine import Engine, MatchStore
+from prism_match.engine.lock import lock_folder
 from prism_match.engine.methods import Sift
 from prism_match.engine.photos import Resize, scale_points
 from prism_match.evaluation.benchmarks import BENCHMARKS
 from prism_match.evaluation.options import Options
 from prism_match.evaluation.runner import Run
 from prism_match.evaluation.triangulate import triangulate_map
+from prism_match.frames import read_sequence
 from prism_match.geometry import rotation_angle
 from prism_match.images import ORIENTATION
 from prism_match.maps.landmarks import (
@@ -55,9 +58,14 @@ from prism_match.maps.localization import (
     write_poses,
 )
 from prism_match.maps.pnp import estimate_camera_pose
-from prism_match.maps.queries import MatchedQuery, match_queries, retrieve
+from prism_match.maps.queries import (
+    LocalizeOptions,
+    MatchedQuery,
+    localize_photos,
+    match_queries,
+    retrieve,
+)
 from prism_match.matches import Matches
-from prism_match.training.data.rgbd import read_sequence
 
 SIZE = (WIDTH, HEIGHT)
 CAMERA = pinhole(K, *SIZE)
@@ -726,6 +734,37 @@ def test_the_command_from_photos_to_poses(
     lines = (out / "poses.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["good.png", "noise.png"]
     assert lines[0] + "\n" == before
+
+
+def test_photos_are_polished_at_their_own_size(photo: np.ndarray, tmp_path: Path) -> None:
+    """What is localized with is what the matcher finds in the photos, not in smaller copies of them."""
+    sure = PRESETS["tiny"].replace(theta_c=0.0, temperature=0.02, weighted_softmax=False)
+    matcher = Matcher(device="cpu", size=160, config=sure, rotate="never")
+    images = {name: tmp_path / f"{name}.png" for name in ("query", "photo")}
+    cv2.imwrite(str(images["query"]), photo[:400, :480])
+    cv2.imwrite(str(images["photo"]), photo[:400, 24:504])
+    view = PosedView("photo", pinhole(np.diag([400.0, 400, 1]), 480, 400), np.eye(4), np.zeros((0, 2)),
+                     np.zeros(0, np.int64))  # fmt: skip
+    images["photo"].rename(tmp_path / "photo")
+    world = SfmMap(Model(tmp_path, (view,), np.zeros((0, 3))), tmp_path)
+    options = LocalizeOptions(size=160)
+    localize_photos(
+        {"query": images["query"]}, world, matcher, tmp_path, options, listed={"query": ["photo"]}
+    )
+    found = MatchStore(tmp_path / "matches.h5")["queries/query", "map/photo"]
+    expected = matcher.match(images["query"], tmp_path / "photo")
+    assert len(expected) > 5
+    np.testing.assert_array_equal(found.keypoints1, expected.keypoints1)
+    small = [cv2.resize(cv2.imread(str(p), 0), (160, 133), interpolation=cv2.INTER_AREA)
+             for p in (images["query"], tmp_path / "photo")]  # fmt: skip
+    assert not np.array_equal(found.keypoints1, 3 * matcher.match(*small).keypoints1)
+
+
+def test_two_runs_do_not_share_a_folder(scene: Scene, tmp_path: Path) -> None:
+    with lock_folder(tmp_path):
+        call = ("--map", scene.root, "--queries", scene.root / "images" / scene.names[2], "-o", tmp_path)
+        result = invoke(*call, "--size", 64, "--device", "cpu")
+    assert isinstance(result.exception, UserError) and "is in use by another run" in str(result.exception)
 
 
 def test_intrinsics_that_are_given_are_used(

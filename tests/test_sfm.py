@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from prism_match.cameras import Camera
 from prism_match.cli import app
+from prism_match.engine.lock import lock_folder
 from prism_match.engine.store import MatchStore
 from prism_match.errors import UserError
 from prism_match.evaluation.posed import camera_matrices
@@ -93,6 +94,14 @@ def test_points_that_are_off_hardly_count(built, tmp_path, monkeypatch):
         errors[exact] = pose_errors(scene, {v.name: v.T for v in model.views})
     plain, robust = errors.values()
     assert robust[0].mean() < 0.8 * plain[0].mean()
+
+
+def test_a_folder_has_one_run_at_a_time(built, tmp_path):
+    scene, folder, _, _ = built
+    matcher = SyntheticMatcher(scene)
+    with lock_folder(tmp_path), pytest.raises(UserError, match="is in use by another run"):
+        reconstruct(folder, tmp_path, SfmOptions(cameras=GIVEN, threads=1), lambda: matcher)
+    assert not matcher.matched
 
 
 def test_the_model_is_there_in_every_format(built):
@@ -553,14 +562,13 @@ def test_retrieved_pairs_and_their_cache(tmp_path, monkeypatch):
         write_noise(files[f"{n}.png"], n)
     files["3.png"].write_bytes(b"broken")
 
-    def describe(matcher, images):
-        [path] = images
-        load_image(path)
+    def describe(image):
+        path = Path(image.prepared.name)
         asked.append(path.name)
         angle = {"0": 0.0, "1": 3.0, "2": 0.1, "4": 3.1}[path.stem]
-        return np.array([[np.cos(angle), np.sin(angle)]], np.float32)
+        return np.array([np.cos(angle), np.sin(angle)], np.float32)
 
-    monkeypatch.setattr(retrieval, "global_descriptors", describe)
+    monkeypatch.setattr(retrieval, "pool", describe)
     cache, matcher = tmp_path / "descriptors.npz", SyntheticMatcher(None)
     for _ in range(2):
         pairs, broken = retrieve_pairs(files, cache, 1, matcher, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import cv2
 import numpy as np
@@ -11,6 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prism_match.errors import UserError
+from prism_match.images import write_png
+from prism_match.maps import track_polish
 from prism_match.maps.track_polish import polish_tracks, strongest_of_track
 from prism_match.maps.tracks import (
     IndexedMatches,
@@ -230,6 +233,37 @@ def test_keypoints_move_to_where_their_photos_look_alike(photo, tmp_path):
         before, after = (np.linalg.norm(s.keypoints[name].xy - truth, axis=1) for s in (shared, polished))
         assert np.median(before) > 0.5 and np.median(after) < 0.2
     assert polish_tracks(SharedKeypoints({}, {}), {}).keypoints == {}
+
+
+def test_photos_to_polish_by_stay_within_their_limit(tmp_path, monkeypatch):
+    """By the memory of those that are alive, over more photos than have room."""
+    names = [f"{n}.png" for n in range(12)]
+    g = np.random.default_rng(0)
+    for name in names:
+        write_png(tmp_path / name, g.integers(0, 255, (80, 100), dtype=np.uint8))
+    keypoints = {n: Keypoints(np.float32([[40, 40], [50, 60]]), g.uniform(0, 1, 2)) for n in names}
+    every = {(a, b): IndexedMatches(np.array([[0, 0]]), np.ones(1)) for a in names for b in names if a < b}
+    alive, most = weakref.WeakSet(), []
+
+    class Watched(np.ndarray):
+        __hash__ = object.__hash__
+
+    def watch(path):
+        gray = read(path).view(Watched)
+        alive.add(gray)
+        most.append(len(alive))
+        return gray
+
+    read = track_polish.read_gray_bytes
+    monkeypatch.setattr(track_polish, "read_gray_bytes", watch)
+    monkeypatch.setattr(track_polish, "MEMORY", 4 * 80 * 100)
+    files = {n: tmp_path / n for n in names}
+    few = polish_tracks(SharedKeypoints(keypoints, every), files)
+    assert len(most) >= 12 and max(most) <= 4 + 2  # and the two that are compared
+    monkeypatch.setattr(track_polish, "MEMORY", 2**30)
+    plenty = polish_tracks(SharedKeypoints(keypoints, every), files)
+    for name in names:
+        np.testing.assert_array_equal(few.keypoints[name].xy, plenty.keypoints[name].xy)
 
 
 def test_scales_and_limits():

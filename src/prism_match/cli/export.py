@@ -19,11 +19,9 @@ from prism_match.cli.sfm import (
     ModelOption,
     SharingOption,
 )
-from prism_match.errors import UserError
 
 if TYPE_CHECKING:
-    from prism_match.engine.store import Names
-    from prism_match.matches import Matches
+    pass
 
 export_app = typer.Typer(
     help="Write matches in the formats of other tools.", no_args_is_help=True, rich_markup_mode=None
@@ -115,78 +113,9 @@ def hloc(
       prism export hloc reconstruction/matches.h5 -o outputs
       prism export hloc ab/matches.npz bc/matches.npz --images photos -o outputs
     """
-    from prism_match.export.hloc import (
-        DenseMatches,
-        Features,
-        SparseMatches,
-        write_features,
-        write_matches,
-    )
-    from prism_match.files import atomic_path, writable_folder
-    from prism_match.maps.tracks import TrackOptions, share_keypoints
+    from prism_match.export.hloc import export_hloc
+    from prism_match.maps.tracks import TrackOptions
 
-    options = TrackOptions(cell, max_error, max_keypoints)
-    found, sizes, scales = read_all(matches, images)
-    shared = share_keypoints(found.items(), options, scales)
-    folder = writable_folder(out)
-    features = {n: Features(k.xy, k.scores, sizes.get(n)) for n, k in shared.keypoints.items()}
-    write_features(folder / "features.h5", features)
-    sparse = {names: SparseMatches(m.index, m.scores) for names, m in shared.matches.items()}
-    dense = ((n, DenseMatches(m.keypoints0, m.keypoints1, m.scores)) for n, m in found.items())
-    write_matches(folder / "matches.h5", sparse, {n: len(f.scores) for n, f in features.items()}, dense)
-    with atomic_path(folder / "pairs.txt") as temporary:
-        temporary.write_text("".join(f"{a} {b}\n" for a, b in found), encoding="utf-8")
-    print(
-        f"{len(features)} images, {len(found)} pairs, {sum(len(m.scores) for m in sparse.values())} matches"
-    )
-    print(f"written  {folder}: features.h5, matches.h5, pairs.txt")
-
-
-def read_all(
-    paths: list[Path], images: Path | None
-) -> tuple[dict[Names, Matches], dict[str, tuple[int, int]], dict[str, float]]:
-    """Matches by the names of the images, from a store of many pairs or files of one; the sizes of the
-    images, and how many times larger they are than they were matched, where it is known."""
-    import h5py
-
-    from prism_match.engine.store import MatchStore
-    from prism_match.matches import Matches
-
-    found: dict[Names, Matches] = {}
-    sizes: dict[str, tuple[int, int]] = {}
-    scales: dict[str, float] = {}
-    single = []
-    for path in paths:
-        is_store = False
-        if path.suffix == ".h5" and path.is_file() and h5py.is_hdf5(path):
-            with h5py.File(path, "r") as file:
-                is_store = "pairs" in file
-        if is_store:
-            store = MatchStore(path)
-            found |= dict(store.items())
-            sizes |= {name: entry.size for name, entry in store.images.items()}
-            scales |= store.scales
-        else:
-            single.append(Matches.load(path))
-    root = images.resolve() if images else common_folder([n for m in single for n in (m.name0, m.name1)])
-    for m in single:
-        names = tuple(relative(n, root) for n in (m.name0, m.name1))
-        found[names[0], names[1]] = m
-        sizes |= dict(zip(names, (m.size0, m.size1), strict=True))
-    if not found:
-        raise UserError(f"{paths[0]}: no matches in it")
-    return found, sizes, scales
-
-
-def common_folder(names: list[str]) -> Path:
-    import os
-
-    folders = {str(Path(n).resolve().parent) for n in names}
-    return Path(os.path.commonpath(folders)) if folders else Path()
-
-
-def relative(name: str, root: Path) -> str:
-    try:
-        return Path(name).resolve().relative_to(root).as_posix()
-    except ValueError as error:
-        raise UserError(f"{name}: not in the folder {root}") from error
+    counts = export_hloc(matches, out, images, TrackOptions(cell, max_error, max_keypoints))
+    print(", ".join(f"{count} {what}" for what, count in counts.items()))
+    print(f"written  {out}: features.h5, matches.h5, pairs.txt")

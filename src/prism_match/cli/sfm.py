@@ -97,6 +97,7 @@ def sfm(
       prism sfm photos -o out --matches-only                on a machine with a GPU, then elsewhere
       prism sfm photos -o out2 --matches out/matches.h5
     """
+    from prism_match.engine.lock import lock_folder
     from prism_match.export.nerf import write_transforms
     from prism_match.files import writable_folder, write_json
     from prism_match.maps.cameras import CameraOptions
@@ -128,7 +129,9 @@ def sfm(
         return make_matcher(weights, model_config, device, precision, size, threshold, None, rotate, polish)
 
     if matches_only:
-        found = match_images(find_images(images, out), writable_folder(out), options, load_matcher, True)
+        files = find_images(images, out)
+        with lock_folder(writable_folder(out)):
+            found = match_images(files, out, options, load_matcher, True)
         written = found.store.path
         summary: dict[str, Any] = {
             "pairs": len(found.pairs),

@@ -205,6 +205,17 @@ class MatchStore(Mapping[Names, Matches]):
             raise UserError(f"{path}: not a file of matches, or a damaged one ({error})") from error
 
 
+def is_store(path: Path) -> bool:
+    """Rather than a file of the matches of one pair; also where it is damaged."""
+    if path.suffix != ".h5" or not path.is_file() or not h5py.is_hdf5(path):
+        return False
+    try:
+        with h5py.File(path, "r") as file:
+            return "pairs" in file
+    except OSError:
+        return True
+
+
 def _write(
     path: Path,
     settings: dict[str, Any],

@@ -71,13 +71,13 @@ def make_report(
     result: Result, found: Sequence[Pair], method: Method, resizing: Resize, o: Options
 ) -> Report:
     tables = [main_table(result), *breakdown(result, "split", "list"), *breakdown(result, "scene", "scene")]
-    notes = problems(result)
+    caveat = ""
     if len(result.scores) != FULL.get(result.benchmark, len(result.scores)):
-        notes.append(
+        caveat = (
             f"the published numbers are for {FULL[result.benchmark]} pairs, ours for {len(result.scores)}"
         )
     evidence = Evidence(result, {p.name: p for p in found}, method, resizing, o.run)
-    return Report(result.to_dict(), tables, {result.method: result}, evidence, notes)
+    return Report(result.to_dict(), tables, {result.method: result}, evidence, problems(result), caveat)
 
 
 BENCHMARKS: dict[str, Callable[[Options], Report]] = {

@@ -63,13 +63,15 @@ class Report:
     curves: dict[str, Result] = field(default_factory=dict)  # by the name in the legend
     evidence: Evidence | None = None
     notes: list[str] = field(default_factory=list)
+    caveat: str = ""  # without which the numbers would be misread: it stands above them
 
     def __str__(self) -> str:
-        return "\n\n".join([*map(str, self.tables), *(f"note: {n}" for n in self.notes)])
+        above = [f"note: {self.caveat}"] if self.caveat else []
+        return "\n\n".join([*above, *map(str, self.tables), *(f"note: {n}" for n in self.notes)])
 
     def markdown(self, command: str) -> str:
-        parts = [f"# {self.summary['benchmark']}", f"    {command}", *(t.markdown() for t in self.tables)]
-        return "\n\n".join([*parts, *self.notes]) + "\n"
+        parts = [f"# {self.summary['benchmark']}", f"    {command}", *filter(None, [self.caveat])]
+        return "\n\n".join([*parts, *(t.markdown() for t in self.tables), *self.notes]) + "\n"
 
     def write(self, out: Path, command: str) -> list[Path]:
         """results.json, report.md, auc.png and, where there are pairs to show, pictures of them."""

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from prism_match.engine import Clock, Engine, Limits, MatchStore, Names, Resize
+from prism_match.engine.lock import lock_folder
 from prism_match.engine.methods import Method
 from prism_match.engine.photos import content_of
 from prism_match.errors import UserError
@@ -203,6 +204,7 @@ class Journal:
         self.keys = {pair.name: content_key(pair) for pair in pairs} if folder else {}
         self.done: dict[str, Score] = {}
         self.path = writable_folder(folder) / "pairs.jsonl" if folder else None
+        self.lock = lock_folder(folder) if folder else None
         self.head = json.dumps(settings, sort_keys=True)
         self.file: TextIO | None = None
         if self.path is not None and self.path.is_file():
@@ -243,6 +245,8 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         if self.file is not None:
             self.file.close()
+        if self.lock is not None:
+            self.lock.close()
 
 
 def content_key(pair: Pair) -> str:

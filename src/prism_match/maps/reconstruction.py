@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from prism_match.config import Mapper
 from prism_match.engine import Engine, Limits, MatchStore, Names, Prism, Resize
+from prism_match.engine.lock import lock_folder
 from prism_match.engine.photos import IMAGE_SUFFIXES
 from prism_match.errors import UserError
 from prism_match.files import atomic_path, file_digest, short_hash, writable_folder
@@ -94,15 +95,26 @@ def reconstruct(
     progress: bool = False,
 ) -> dict[str, Any]:
     """All of `prism sfm` but transforms.json; what --json holds, with the folder of the photos that show the
-    pixels of the model. Raises `UserError` where there is nothing to build on."""
-    began = time.perf_counter()
+    pixels of the model. Raises `UserError` where there is nothing to build on, or another run is at work."""
     colmap.require()
     files = find_images(images, out)
     if options.mapper == "global" and len(files) < 3:  # it has no use for points that two images share
         raise UserError(f"{images}: the global mapper needs at least 3 images; try --mapper incremental")
     readable = {name: (path, size) for name, path in files.items() if (size := image_size(path))}
     choose_cameras(readable, options.cameras)  # what is wrong with them is told now, not after hours
-    writable_folder(out)
+    with lock_folder(writable_folder(out)):
+        return _reconstruct(images, files, out, options, make_matcher, progress)
+
+
+def _reconstruct(
+    images: Path,
+    files: dict[str, Path],
+    out: Path,
+    options: SfmOptions,
+    make_matcher: Callable[[], PairMatcher],
+    progress: bool,
+) -> dict[str, Any]:
+    began = time.perf_counter()
     matched = match_images(files, out, options, make_matcher, progress)
     store, usable, broken = matched.store, matched.pairs, matched.broken
     if not usable:

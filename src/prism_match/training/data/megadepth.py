@@ -122,7 +122,8 @@ def build_index(
     """Writes one `scene_info` file for each scene that has a model and depth maps; returns their paths.
 
     Uses `Undistorted_SfM/SCENE` where it exists and makes it from the raw SfM model, by `undistort` (COLMAP's
-    is `maps.colmap.undistort`), where it does not. A scene that cannot be used is named and left out, and so are the scenes of the benchmark.
+    is `maps.colmap.undistort`), where it does not. A scene that cannot be used is named and left out, and so
+    are the scenes of the benchmark.
     """
     root, out = Path(root), Path(out)
     folders = sorted(p.name for p in (root / DEPTHS).glob("*") if p.is_dir())
