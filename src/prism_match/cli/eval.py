@@ -9,13 +9,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from prism_match.cli.options import (
-    WEIGHTS_HELP,
-    DeviceOption,
-    PolishOption,
-    PrecisionOption,
-    RotateOption,
-)
+from prism_match.cli.options import WEIGHTS_HELP, DeviceOption, PolishOption, PrecisionOption, RotateOption
 from prism_match.config import Backend
 from prism_match.errors import UserError
 from prism_match.evaluation import Benchmark

@@ -64,10 +64,7 @@ def report(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(result, indent=2))
         return
-    rows = {
-        "matches": result["matches"],
-        "inliers": f"{result['inliers']} ({result['geometry']}, MAGSAC++)",
-    }
+    rows = {"matches": result["matches"], "inliers": f"{result['inliers']} ({result['geometry']}, MAGSAC++)"}
     if "median_error_px" in result and result["median_error_px"] is not None:
         rows["median error"] = (
             f"{result['median_error_px']} px, {100 * result['within_3_px']:.1f} % within 3 px"

@@ -23,12 +23,7 @@ class Matcher(PairMatcher):
     """
 
     def match_many(
-        self,
-        pairs: Iterable[PairLike],
-        batch_size: int = 8,
-        *,
-        details: bool = False,
-        cache_mib: int = 4096,
+        self, pairs: Iterable[PairLike], batch_size: int = 8, *, details: bool = False, cache_mib: int = 4096
     ) -> Iterator[Matches]:
         """One result per pair, in order, as they are ready. A pair is (image0, image1), or with masks
         (image0, image1, mask0, mask1), of which either mask may be None.

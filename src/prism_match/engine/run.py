@@ -91,11 +91,7 @@ class Task(NamedTuple):
 
 class Engine:
     def __init__(
-        self,
-        method: Method,
-        resizing: Resize,
-        limits: Limits | None = None,
-        clock: Clock | None = None,
+        self, method: Method, resizing: Resize, limits: Limits | None = None, clock: Clock | None = None
     ):
         self.method, self.resizing, self.limits = method, resizing, limits or Limits()
         self.clock = clock or Clock()

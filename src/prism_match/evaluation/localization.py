@@ -274,13 +274,7 @@ def read_sequence_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
     world = DepthMap(frames, o.depth_scale)
     queries = {name: Query.stored(name, world.path(name), world.camera(name)) for name in frames}
     photos = {name: world.path(name) for name in frames}
-    return Scene(
-        folder.name,
-        photos,
-        queries,
-        world.poses,
-        lambda _: world,
-    )
+    return Scene(folder.name, photos, queries, world.poses, lambda _: world)
 
 
 def read_model_scene(folder: Path, o: Options, resizing: Resize) -> Scene:

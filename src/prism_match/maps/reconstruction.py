@@ -34,13 +34,7 @@ from prism_match.maps.database import colmap_error, write_database
 from prism_match.maps.report import PICTURES, write_report
 from prism_match.maps.stages import STAGES, Stages
 from prism_match.maps.track_polish import polish_tracks
-from prism_match.maps.tracks import (
-    SharedKeypoints,
-    TrackOptions,
-    load_tracks,
-    save_tracks,
-    share_keypoints,
-)
+from prism_match.maps.tracks import SharedKeypoints, TrackOptions, load_tracks, save_tracks, share_keypoints
 from prism_match.matcher import find_device
 
 if TYPE_CHECKING:
