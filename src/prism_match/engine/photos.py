@@ -89,13 +89,14 @@ def content_of(path: Path) -> str:
     return known_digest(path, file_stamp(path))
 
 
-def identify(files: Mapping[str, Path]) -> tuple[dict[str, Photo], dict[str, str]]:
+def identify(files: Mapping[str, str | Path]) -> tuple[dict[str, Photo], dict[str, str]]:
     """Photos by name, and what is wrong with those that are not there."""
     photos, broken = {}, {}
 
     def look(name: str) -> Photo:
-        stamp = file_stamp(files[name])
-        return Photo(known_digest(files[name], stamp), files[name], stamp)
+        path = Path(files[name])
+        stamp = file_stamp(path)
+        return Photo(known_digest(path, stamp), path, stamp)
 
     for name, found in in_threads(files, look):
         if isinstance(found, UserError):

@@ -100,7 +100,7 @@ class Engine:
 
     def match(
         self,
-        files: Mapping[str, Path],
+        files: Mapping[str, str | Path],
         pairs: Sequence[Names],
         store: MatchStore | None = None,
         *,
@@ -265,7 +265,7 @@ class Engine:
         return (photos[pair[0]].digest, photos[pair[1]].digest) if by_content else pair
 
     @staticmethod
-    def _named(matches: Matches | None, pair: Names, files: Mapping[str, Path]) -> Matches | None:
+    def _named(matches: Matches | None, pair: Names, files: Mapping[str, str | Path]) -> Matches | None:
         if matches is None:
             return None
         return replace(matches, name0=str(files[pair[0]]), name1=str(files[pair[1]]))

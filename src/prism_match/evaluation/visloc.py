@@ -88,7 +88,7 @@ def submission(
         raise UserError(f"{unknown[0]}: in the list of pairs, but not in the map")
     backend, method = pnp_backend(o), o.make_method()
     threshold = o.threshold or threshold
-    resizing = Resize(longer=o.size or SIZE, own_size=True)
+    resizing = Resize(longer=o.size or SIZE)
     chosen = choose(list(queries), o.pairs, o.seed)
     jobs = {q: (queries[q].path, {r: world.path(r) for r in ranked[q][: o.top]}) for q in chosen}
     clock = Clock()
