@@ -10,8 +10,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
@@ -40,7 +40,7 @@ class Limits:
     """How much is done and held at a time. No match depends on it."""
 
     batch_size: int = 1  # pairs of equal padded size that are matched at once
-    memory: int = 4 * 2**30  # bytes of features and images that are kept for pairs to come
+    memory: int = 2 * 2**30  # bytes of features and images that are kept for pairs to come
     disk: int = 0  # bytes of them in `folder` that have no room in memory
     folder: str | None = None  # is removed at the end
     ahead: int = 2 * THREADS  # photos that are decoded before they are asked for
@@ -110,30 +110,36 @@ class Engine:
         needs few photos at a time, which are added to the store. A photo that has changed is matched anew.
         by_content: the store knows photos by their digests, whatever they are called here."""
         photos, broken = identify({name: files[name] for pair in pairs for name in pair})
-        digests = {photo.digest if by_content else name: photo.digest for name, photo in photos.items()}
+        keys = {name: photo.digest if by_content else name for name, photo in photos.items()}
+        digests = {keys[name]: photo.digest for name, photo in photos.items()}
         if store is not None:
             store.forget({k for k, v in store.images.items() if k in digests and v.digest != digests[k]})
+
+        def named(m: Matches, pair: Names) -> Outcome:
+            return Outcome(pair, replace(m, name0=str(files[pair[0]]), name1=str(files[pair[1]])))
+
         todo: list[Names] = []
         for pair in pairs:
-            bad = {name: broken[name] for name in pair if name in broken}
-            found = None if bad else self._stored(store, self._key(pair, photos, by_content))
-            if bad or found is not None:
-                yield Outcome(pair, self._named(found, pair, files), bad)
+            if bad := {name: broken[name] for name in pair if name in broken}:
+                yield Outcome(pair, None, bad)
+            elif (m := stored(store, (keys[pair[0]], keys[pair[1]]))) is not None:
+                yield named(m, pair)
             else:
                 todo.append(pair)
         new: dict[Names, Matches] = {}
         flushed = time.monotonic()
         try:
-            for pair, result in self._match_new(todo, photos):
-                if isinstance(result, dict):
-                    bad = {n: str(result[d]) for n in pair if (d := photos[n].digest) in result}
+            for pair, found in self._match_new(todo, photos):
+                if isinstance(found, dict):
+                    bad = {n: str(found[d]) for n in pair if (d := photos[n].digest) in found}
                     yield Outcome(pair, None, bad)
                     continue
-                new[self._key(pair, photos, by_content)] = result
-                if store is not None and time.monotonic() - flushed > SECONDS_A_PART:
-                    store.add(new, digests)
-                    new, flushed = {}, time.monotonic()
-                yield Outcome(pair, self._named(result, pair, files))
+                if store is not None:
+                    new[keys[pair[0]], keys[pair[1]]] = found
+                    if time.monotonic() - flushed > SECONDS_A_PART:
+                        store.add(new, digests)
+                        new, flushed = {}, time.monotonic()
+                yield named(found, pair)
         finally:  # also of one who has seen enough
             if store is not None:
                 store.add(new, digests)
@@ -152,6 +158,8 @@ class Engine:
                     try:
                         window.append(decoder.take_in(next(source)))
                         taken += 1
+                        if not isinstance(pairs, Sequence):
+                            decoder.settle()  # before the generator goes on, and overwrites a file
                     except StopIteration:
                         break
                     except UserError as error:
@@ -191,7 +199,7 @@ class Engine:
             tasks = [Task(pairs[n], (photos[pairs[n][0]], photos[pairs[n][1]])) for n in order]
             size = self.limits.batch_size
             batches = [tasks[n : n + size] for n in range(0, len(tasks), size)]
-            cache.expect(photo_digests(batch) for batch in batches)
+            cache.expect([photo.digest for task in batch for photo in task.photos] for batch in batches)
             upcoming = deque(photo for task in tasks for photo in task.photos)
             for number, batch in enumerate(batches):
                 decoder.look_ahead(upcoming, 2 * len(batch))
@@ -202,11 +210,10 @@ class Engine:
 
     def _room(self, first: Photo, decoder: Decoder, cache: FeatureCache) -> int:
         """How many photos have room in memory, as the first one tells."""
-        try:
+        with suppress(UserError):  # it will be told when its pairs are due
+            prepared = decoder.get(first)
             with self.clock.running():
-                cache.add({first.digest: self.method.extract([decoder.get(first)])[0]})
-        except UserError:  # it will be told when its pairs are due
-            pass
+                cache.add({first.digest: self.method.extract([prepared])[0]})
         return max(2 * self.limits.batch_size, self.limits.memory // max(cache.largest, 1))
 
     def _match_batch(
@@ -226,6 +233,7 @@ class Engine:
                 prepared[digest] = decoder.get(photo)
             except UserError as error:
                 broken[digest] = error
+        item = None  # or it would outlive its place in the cache
         good = [task for task in batch if not any(photo.digest in broken for photo in task.photos)]
         cache.make_room(len(prepared) * cache.largest)
         with self.clock.running():
@@ -250,29 +258,14 @@ class Engine:
             bad = {p.digest: broken[p.digest] for p in task.photos if p.digest in broken}
             yield task, bad or next(found)
 
-    @staticmethod
-    def _stored(store: MatchStore | None, key: Names) -> Matches | None:
-        if store is None or key not in store:
-            return None
-        try:
-            return store[key]
-        except UserError:  # damaged: as good as not there
-            store.discard(key)
-            return None
 
-    @staticmethod
-    def _key(pair: Names, photos: Mapping[str, Photo], by_content: bool) -> Names:
-        return (photos[pair[0]].digest, photos[pair[1]].digest) if by_content else pair
-
-    @staticmethod
-    def _named(matches: Matches | None, pair: Names, files: Mapping[str, str | Path]) -> Matches | None:
-        if matches is None:
-            return None
-        return replace(matches, name0=str(files[pair[0]]), name1=str(files[pair[1]]))
-
-
-def photo_digests(batch: Iterable[Task]) -> set[str]:
-    return {photo.digest for task in batch for photo in task.photos}
+def stored(store: MatchStore | None, pair: Names) -> Matches | None:
+    try:
+        return store[pair] if store is not None and pair in store else None
+    except UserError:  # damaged: as good as not there
+        assert store is not None
+        store.discard(pair)
+        return None
 
 
 class Decoder:
@@ -282,10 +275,20 @@ class Decoder:
         self.engine, self.cache = engine, cache
         self._pool = ThreadPoolExecutor(THREADS)
         self._pending: dict[str, Future[Any]] = {}
+        self._broken: Broken = {}  # and stay so, however many pairs they are in
 
     def get(self, photo: Photo) -> Any:
+        if photo.digest in self._broken:
+            raise self._broken[photo.digest]
         self._begin(photo)
-        return self._pending.pop(photo.digest).result()
+        try:
+            return self._pending.pop(photo.digest).result()
+        except UserError as error:
+            self._broken[photo.digest] = error
+            raise
+
+    def settle(self) -> None:
+        wait(self._pending.values())
 
     def forget(self, digest: str) -> None:
         self._pending.pop(digest, None)
@@ -295,7 +298,7 @@ class Decoder:
         for photo in islice(upcoming, due + self.engine.limits.ahead):
             if len(self._pending) >= self.engine.limits.ahead:
                 break
-            if photo.digest not in self.cache:
+            if photo.digest not in self.cache and photo.digest not in self._broken:
                 self._begin(photo)
         for _ in range(min(due, len(upcoming))):
             upcoming.popleft()
