@@ -7,14 +7,6 @@ from prism_match.engine.run import Clock, Engine, Limits, Outcome
 from prism_match.engine.store import MatchStore, Names
 
 __all__ = [
-    "Clock",
-    "Engine",
-    "Limits",
-    "MatchStore",
-    "Matcher",
-    "MatcherSettings",
-    "Names",
-    "Outcome",
-    "Prism",
+    "Clock", "Engine", "Limits", "MatchStore", "Matcher", "MatcherSettings", "Names", "Outcome", "Prism",
     "Resize",
-]
+]  # fmt: skip

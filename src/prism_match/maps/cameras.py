@@ -12,6 +12,7 @@ import numpy as np
 from prism_match.cameras import CAMERA_MODELS
 from prism_match.config import Sharing
 from prism_match.errors import UserError
+from prism_match.files import read_words
 
 Size = tuple[int, int]  # width, height
 
@@ -112,14 +113,7 @@ def parse_numbers(text: str) -> tuple[float, ...]:
 def read_intrinsics(path: Path) -> dict[str, tuple[float, ...]]:
     """`image fx fy cx cy` a line; whatever follows on the line is left alone."""
     result = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
-    for n, line in enumerate(lines, 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
-            continue
+    for n, words in read_words(path):
         try:
             result[words[0]] = check_numbers(words[1:5])
         except ValueError as error:

@@ -16,7 +16,7 @@ from prism_match.cameras import Camera
 from prism_match.colmap_model import quaternion_of, rotation_of
 from prism_match.engine.photos import scale_points
 from prism_match.errors import UserError
-from prism_match.files import atomic_path
+from prism_match.files import atomic_path, read_words
 from prism_match.images import to_stored
 from prism_match.maps.landmarks import Map, stored_orientation
 from prism_match.maps.pnp import LEAST, PnpBackend, estimate_camera_pose
@@ -186,7 +186,7 @@ def write_poses(path: Path, poses: Mapping[str, np.ndarray]) -> None:
 def read_poses(path: Path) -> dict[str, np.ndarray]:
     """What `write_poses` wrote: 4 4, world to camera, by name."""
     poses = {}
-    for number, words in _lines(path):
+    for number, words in read_words(path):
         try:
             q, t = np.array(words[1:5], float), np.array(words[5:8], float)
             if len(words) != 8 or not np.isfinite([*q, *t]).all() or not q.any():
@@ -202,19 +202,10 @@ def read_poses(path: Path) -> dict[str, np.ndarray]:
 def read_retrieval(path: Path) -> dict[str, list[str]]:
     """`query map_photo` a line, best first, as hloc's lists of pairs; map photos by query."""
     pairs: dict[str, list[str]] = {}
-    for number, words in _lines(path):
+    for number, words in read_words(path):
         if len(words) != 2:
             raise UserError(f"{path}, line {number}: {len(words)} words, expected a query and a map photo")
         pairs.setdefault(words[0], []).append(words[1])
     if not pairs:
         raise UserError(f"{path}: no pairs in it")
     return pairs
-
-
-def _lines(path: Path) -> list[tuple[int, list[str]]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
-    numbered = [(n, line.split()) for n, line in enumerate(lines, 1)]
-    return [(n, words) for n, words in numbered if words and not words[0].startswith("#")]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from prism_match.errors import UserError
+from prism_match.files import read_words
 from prism_match.maps.retrieval import top_pairs
 
 
@@ -36,15 +37,8 @@ def from_file(path: str | Path, names: Sequence[str]) -> np.ndarray:
     """m 2: a text file with the names of two images a line, apart by a space, or, for names with
     spaces, by a tab. Lines that begin with # are comments."""
     number = {name: n for n, name in enumerate(names)}
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
     rows = []
-    for n, line in enumerate(lines, 1):
-        words = [w.strip() for w in line.split("\t")] if "\t" in line else line.split()
-        if not words or words[0].startswith("#"):
-            continue
+    for n, words in read_words(Path(path), tabs=True):
         if len(words) != 2:
             raise UserError(f"{path}, line {n}: {len(words)} words instead of the names of two images")
         unknown = [word for word in words if word not in number]
