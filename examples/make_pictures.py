@@ -48,10 +48,7 @@ def photos(matches: Matches) -> tuple[np.ndarray, np.ndarray]:
 
 def plot(matches: Matches) -> np.ndarray:
     """At most 200 matches, the surest of each region: dots of all of them would hide the images."""
-    some = viz.spread(matches.keypoints0, 200)
-    return viz.draw_matches(
-        *photos(matches), matches.keypoints0[some], matches.keypoints1[some], matches.scores[some]
-    )
+    return matches.filter(spread=200).plot()
 
 
 def report(name: str, matches: Matches, errors: np.ndarray) -> None:

@@ -138,20 +138,6 @@ def confidence(f0: Tensor, f1: Tensor, nmi0: Tensor, nmi1: Tensor, temperature: 
     return p
 
 
-def log_confidence(
-    s: Tensor, log_nmi0: Tensor | None = None, log_nmi1: Tensor | None = None,
-    keep0: Tensor | None = None, keep1: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """log P (b n m) of the whole similarity matrix; pruned cells (keep: b n, b m) take no part in either
-    softmax. No log_nmi: the unweighted softmax."""
-    rows = s if keep1 is None else s.masked_fill(~keep1[:, None, :], -torch.inf)
-    columns = s if keep0 is None else s.masked_fill(~keep0[:, :, None], -torch.inf)
-    out = 2 * s - rows.logsumexp(dim=2, keepdim=True) - columns.logsumexp(dim=1, keepdim=True)
-    if log_nmi0 is not None and log_nmi1 is not None:
-        out = out + log_nmi0[:, :, None] + log_nmi1[:, None, :]
-    return out
-
-
 def mutual(p: Tensor, theta_c: float) -> list[tuple[int, int]]:
     return [
         (i, j)

@@ -86,6 +86,17 @@ def test_masks_and_limits(prism, tmp_path: Path) -> None:
     assert code == 0 and len(matches) == 3 and matches.keypoints0[:, 1].max() < 256
 
 
+def test_limited_matches_are_spread(prism, tmp_path: Path) -> None:
+    """Not one clump where the model is surest."""
+    for out, limit in (("all", ()), ("some", ("--max-matches", 12))):
+        assert prism("match", PAIR[0], PAIR[0], "-o", tmp_path / out, *FAST, *limit)[0] == 0
+    everything, some = (Matches.load(tmp_path / out / "matches.npz") for out in ("all", "some"))
+    assert len(some) == 12 < len(everything) / 2
+    np.testing.assert_allclose(some.keypoints0, everything.filter(spread=12).keypoints0, atol=1e-3)
+    code, _, err = prism("match", *PAIR, "-o", tmp_path / "none", *FAST, "--max-matches", 0)
+    assert code == 2 and err.strip() == "prism: max_matches must be at least 1, not 0"
+
+
 def test_untrained_weights_are_called_so(prism, tmp_path: Path) -> None:
     code, text, err = prism("demo", "-o", tmp_path, "--size", 160, "--device", "cpu")
     assert code == 0

@@ -12,7 +12,7 @@ from synthetic_scene import HEIGHT, WIDTH, K, Scene, make_scene
 
 from prism_match.errors import UserError
 from prism_match.frames import read_depth, write_depth
-from prism_match.training.data.colmap import ColmapPairs, depth_path, read_model
+from prism_match.training.data.colmap import Collection, ColmapPairs, depth_path, read_model
 from prism_match.training.data.posed import scale_intrinsics, spread_weights
 from prism_match.training.pairs import PairBatch, cell_centres
 from prism_match.training.supervision import coarse_ground_truth
@@ -28,9 +28,13 @@ def scene(tmp_path_factory) -> Scene:
     return scene
 
 
+def collection(scene: Scene) -> Collection:
+    return Collection(scene.root, scene.root / "images", scene.root / "depth")
+
+
 @pytest.fixture(scope="module")
 def pairs(scene) -> ColmapPairs:
-    return ColmapPairs(scene.root, scene.root / "images", scene.root / "depth", photometric=False)
+    return ColmapPairs([collection(scene)], photometric=False)
 
 
 def to_binary(text: Path, out: Path) -> None:
@@ -214,21 +218,38 @@ def test_outside_is_known_to_be_outside(pairs):
 
 
 def test_the_same_seed_gives_the_same_pairs(scene, pairs):
-    again = ColmapPairs(scene.root, scene.root / "images", scene.root / "depth", photometric=False)
+    again = ColmapPairs([collection(scene)], photometric=False)
     a, b = (s.sample(4, 64, torch.Generator().manual_seed(3)) for s in (pairs, again))
     assert torch.equal(a.image0, b.image0) and torch.equal(a.warp1, b.warp1)
+
+
+def test_many_collections_are_one_source_and_never_mixed(scene, pairs, tmp_path):
+    shutil.copytree(scene.root, tmp_path / "twin")
+    twin = tmp_path / "twin"
+    both = ColmapPairs(
+        [collection(scene), Collection(twin, twin / "images", twin / "depth")], photometric=False
+    )
+    first, second = both._pairs.unbind(1)
+    assert ((first < len(scene.names)) == (second < len(scene.names))).all()
+    # Each scene has its own share: equal ones here, whatever the number of pairs.
+    assert both._cumulative[len(pairs) - 1].item() == pytest.approx(0.5, abs=1e-5)
+    assert len(both) == 2 * len(pairs) and both.name == "collections"
+    # The pairs of the second scene are those of the first, with the numbers of its own photos.
+    assert torch.equal(both._pairs[len(pairs) :] - len(scene.names), pairs._pairs)
+    assert torch.equal(both._mips[0][len(scene.names) :], pairs._mips[0])
+    check_batch(both.sample(8, 64, torch.Generator().manual_seed(0)), 64)
 
 
 def test_bad_collections_give_one_line(scene, tmp_path):
     images = scene.root / "images"
     with pytest.raises(ValueError, match="prism data depth"):
-        ColmapPairs(scene.root, images, tmp_path)
+        ColmapPairs([Collection(scene.root, images, tmp_path)])
     with pytest.raises(ValueError, match="images of the model are missing: view0.png"):
-        ColmapPairs(scene.root, tmp_path, tmp_path)
+        ColmapPairs([Collection(scene.root, tmp_path, tmp_path)])
     for name in scene.names:
         write_depth(depth_path(tmp_path / "empty", name), np.zeros((HEIGHT, WIDTH), np.float32))
     with pytest.raises(ValueError, match="no two images overlap"):
-        ColmapPairs(scene.root, images, tmp_path / "empty")
+        ColmapPairs([Collection(scene.root, images, tmp_path / "empty")])
 
 
 def test_depth_of_another_shape_than_its_photo_is_named_and_left_out(scene, tmp_path, caplog):
@@ -237,7 +258,7 @@ def test_depth_of_another_shape_than_its_photo_is_named_and_left_out(scene, tmp_
     write_depth(depth_path(depth, scene.names[0]), np.ones((40, 40), np.float32))
     half = read_depth(depth_path(depth, scene.names[1]))[::2, ::2]
     write_depth(depth_path(depth, scene.names[1]), half)  # smaller, but of the same shape: good
-    source = ColmapPairs(scene.root, scene.root / "images", depth)
+    source = ColmapPairs([Collection(scene.root, scene.root / "images", depth)])
     assert len(source._size) == len(scene.names) - 1
     assert f"{scene.names[0]}.h5: depth map is 40x40, its image is {WIDTH}x{HEIGHT}" in caplog.text
 

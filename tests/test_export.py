@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import runpy
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import cv2
 import h5py
 import numpy as np
 import pytest
+import torch
 from conftest import ASSETS
 from typer.testing import CliRunner
 
-from prism_match import Matches, UserError
+from prism_match import PRISM, Matches, UserError
 from prism_match.cli.export import export_app
 from prism_match.export.hloc import (
     DenseMatches,
@@ -172,6 +175,60 @@ def test_bad_matches_give_one_line(tmp_path: Path, name: str, reason: str) -> No
     assert not (tmp_path / "out").exists()
 
 
+def damaged_copies(path: Path, count: int) -> Iterator[None]:
+    """The file cut at `count` places, then with a byte changed at as many."""
+    good, g = path.read_bytes(), np.random.default_rng(0)
+    for n in g.integers(1, len(good), count):
+        path.write_bytes(good[:n])
+        yield
+    for n in g.integers(0, len(good), count):
+        path.write_bytes(good[:n] + bytes([good[n] ^ 0x55]) + good[n + 1 :])
+        yield
+    path.write_bytes(good)
+
+
+def test_a_damaged_file_is_not_exported(tmp_path: Path) -> None:
+    """Not in part, and not with other numbers."""
+    path, out = tmp_path / "ab.h5", tmp_path / "out"
+    names = (str(tmp_path / "a.jpg"), str(tmp_path / "b.jpg"))
+    expected = random_matches(3, count=1000, names=names)
+    expected.save(path)
+    refused = 0
+    for _ in damaged_copies(path, 40):
+        result = CliRunner().invoke(export_app, ["hloc", str(path), "-o", str(out)])
+        if result.exit_code:
+            refused += 1
+            assert isinstance(result.exception, UserError), result.exception
+            assert str(result.exception).startswith(f"{path}: ") and not out.exists()
+        else:
+            (dense,) = (m for _, m in read_dense_matches(out / "matches.h5", ["a.jpg", "b.jpg"]))
+            np.testing.assert_array_equal(dense.keypoints0, expected.keypoints0)
+            shutil.rmtree(out)
+    assert refused > 50
+
+
+def test_damaged_files_of_hlocs_are_told(tmp_path: Path) -> None:
+    features, path = tmp_path / "features.h5", tmp_path / "matches.h5"
+    write_features(features, {"a": HlocKeypoints(np.ones((500, 2), np.float32), np.ones(500, np.float32))})
+    m = random_matches(2)
+    dense = DenseMatches(m.keypoints0, m.keypoints1, m.scores)
+    sparse = IndexedMatches(np.array([[3, 1], [0, 2]]), np.ones(2, np.float32))
+    write_matches(path, {("a", "b"): sparse}, {"a": 5, "b": 5}, [(("a", "b"), dense)])
+    data = features.read_bytes()
+    at = data.index(np.float32(1).tobytes() * 8)  # among the key points themselves
+    features.write_bytes(data[:at] + b"\1" + data[at + 1 :])
+    with pytest.raises(UserError, match="features.h5: not a file of hloc's features, or a damaged one"):
+        read_features(features)
+    for _ in damaged_copies(path, 40):
+        for read, before in ((read_sparse_matches, sparse), (read_dense_matches, dense)):
+            try:
+                found = [m for _, m in read(path, ["a", "b"])]
+            except UserError as error:
+                assert str(error).startswith(f"{path}: ")
+            else:
+                assert not found or np.array_equal(np.sort(found[0].scores), np.sort(before.scores))
+
+
 # ---- kornia
 
 
@@ -184,3 +241,10 @@ def test_the_kornia_example_runs_without_kornia(
     example["main"](str(ASSETS / "astronaut0.jpg"), str(ASSETS / "astronaut1.jpg"))
     matches, agree = (int(line.split()[0]) for line in capsys.readouterr().out.splitlines())
     assert matches > 20 and agree > matches / 2
+
+
+def test_a_program_written_for_kornia_needs_no_thought_of_gradients(tiny: PRISM) -> None:
+    """It calls the model and nothing else. With gradients that would take several times the memory."""
+    image = torch.rand(1, 1, 64, 64)
+    found = tiny({"image0": image, "image1": image})
+    assert not any(value.requires_grad for value in found.values())

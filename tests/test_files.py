@@ -25,6 +25,22 @@ def test_a_failure_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     assert path.read_text() == "new" and os.listdir(tmp_path) == ["file.txt"]
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_files_may_be_read_by_whom_the_umask_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int
+) -> None:
+    """And nobody sets it on the way: another thread's file would have the rights of that moment."""
+    before = os.umask(umask)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "umask", lambda _: pytest.fail("the umask belongs to the whole process"))
+            with atomic_path(tmp_path / "file.txt") as temporary:
+                temporary.write_text("x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file.txt").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
 def test_folders_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):

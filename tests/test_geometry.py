@@ -28,6 +28,33 @@ def scene(n: int = 400, outliers: float = 0.3) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("model", ["homography", "fundamental", "essential"])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"threshold": -1}, "threshold must be a positive number of pixels, not -1"),
+        ({"threshold": 0}, "threshold must be a positive number of pixels, not 0"),
+        ({"threshold": float("nan")}, "threshold .* not nan"),
+        ({"threshold": float("inf")}, "threshold .* not inf"),
+        ({"threshold": "a"}, "threshold .* not 'a'"),
+        ({"confidence": 2}, "confidence must be above 0 and below 1, not 2"),
+        ({"confidence": float("nan")}, "confidence .* not nan"),
+        ({"max_iterations": 0}, "max_iterations must be a whole number of at least 1, not 0"),
+        ({"max_iterations": 1.5}, "max_iterations .* not 1.5"),
+        ({"seed": -1}, "seed must be"),
+    ],
+)
+def test_options_that_make_no_sense(model: str, backend: str, options: dict, reason: str) -> None:
+    s = scene(20)
+    with pytest.raises(UserError, match=rf"^{reason}[^\n]*$"):
+        geometry.estimate(s["x0"], s["x1"], model, intrinsics0=K0, intrinsics1=K1, backend=backend, **options)
+    with pytest.raises(UserError, match=reason):  # whether there are enough points or not
+        geometry.estimate(
+            s["x0"][:2], s["x1"][:2], model, intrinsics0=K0, intrinsics1=K1, backend=backend, **options
+        )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_essential_recovers_the_pose(backend: str) -> None:
     s = scene()
     found = geometry.estimate(s["x0"], s["x1"], "essential", intrinsics0=K0, intrinsics1=K1, backend=backend)

@@ -174,6 +174,21 @@ def test_masks_of_every_type(convert: object) -> None:
     assert np.array_equal(load_mask(convert(mask), Image(RGB, "rgb")), mask)
 
 
+def test_what_is_wrong_with_a_mask_is_told_of_the_mask(tmp_path: Path) -> None:
+    image = Image(RGB, "rgb")
+    PIL.Image.fromarray(RGB[:20, :20]).save(tmp_path / "m.png")
+    for source, reason in (
+        (tmp_path / "m.png", "m.png: the mask is 20x20 but its image rgb is 50x40"),
+        (np.ones((31, 40)), "the mask is 40x31 but its image rgb is 50x40"),
+        (np.ones((40, 50, 2)), "a mask has the height and width of its image"),
+        (np.full((40, 50), np.nan), "the mask has NaN"),
+        (np.full((40, 50, 3), np.nan), "the mask has NaN"),
+        (7, "a mask must be a path, .* not int"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            load_mask(source, image)
+
+
 def test_mask_of_another_size() -> None:
     with pytest.raises(UserError, match="the mask is 40x40 but its image rgb is 50x40"):
         load_mask(np.ones((40, 40), bool), Image(RGB, "rgb"))

@@ -10,13 +10,17 @@ from pairs_for_tests import ShiftedTextures
 
 from prism_match.config import PRESETS, ModelConfig
 from prism_match.model.backbone import double
-from prism_match.model.prism import PRISM, LayerState
+from prism_match.model.matching import coarse_matches
+from prism_match.model.mpm import LayerState
+from prism_match.model.prism import PRISM
 from prism_match.model.refinement import expectation
+from prism_match.training.config import PRESETS as TRAIN_PRESETS
 from prism_match.training.losses import (
     Sampled,
     coarse_loss,
     heat_loss,
     match_accuracy,
+    own_matches,
     pruning_loss,
     pruning_metrics,
     refinement_error,
@@ -92,20 +96,18 @@ def test_coarse_loss_is_the_mean_of_minus_log_p(generator, masked, weighted):
 
 
 def test_coarse_loss_agrees_with_the_model_s_own_confidence(generator):
-    from reference import log_confidence
-
-    from prism_match.model.matching import similarity
-
-    truth, layer = random_truth(generator), random_layer(generator, keep=False)
+    """Where the truth is what the model matches, the loss is that of the confidences it tells."""
+    layer = random_layer(generator, keep=True)
+    every = torch.ones(B, H, W, dtype=torch.bool)
+    i, j, pair, confidence = coarse_matches(layer, every, every, ModelConfig(border=0), theta_c=0.0)
+    match = torch.full((B, N), -1)
+    match[pair, i] = j
+    known = match >= 0
+    truth = CoarseTruth(match, known, known, ~known, ~known, torch.zeros(B, N, 2))
     loss, _ = coarse_loss(layer, truth, temperature=0.1, weighted=True)
-    s = similarity(layer.coarse0.flatten(1, 2), layer.coarse1.flatten(1, 2), 0.1)
-    nmi = [torch.nn.functional.logsigmoid(x.flatten(1)) for x in (layer.logit0, layer.logit1)]
-    log_p = log_confidence(s, *nmi)
-    i = truth.match0[0].ge(0).nonzero().squeeze(1)
-    mean0 = log_p[0, i, truth.match0[0, i]].mean()
-    i = truth.match0[1].ge(0).nonzero().squeeze(1)
-    mean1 = log_p[1, i, truth.match0[1, i]].mean()
-    assert loss.item() == pytest.approx(-(mean0 + mean1).item() / 3, rel=1e-5)
+    expected = [-confidence[pair == k].log().mean() for k in range(B)]
+    assert len(confidence) > 2 * B
+    assert loss.item() == pytest.approx(torch.stack(expected).mean().item(), rel=1e-5)
 
 
 def test_pairs_with_few_matches_weigh_less_on_request(generator):
@@ -176,6 +178,73 @@ def test_refinement_loss_is_weighted_by_certainty(generator):
     assert refinement_loss(offset, std, sampled, reach=4.0).item() == pytest.approx(expected, rel=1e-5)
     median = sorted(errors)[(len(errors) - 1) // 2]
     assert refinement_error(offset, sampled).item() == pytest.approx(median, rel=1e-5)
+
+
+def test_refinement_loss_as_the_paper_writes_it(generator):
+    """The mean over M_f of |j' - j'_gt| / phi^2, in units of the window's reach."""
+    k, reach = 5, 4.0
+    target = torch.rand(B, k, 2, generator=generator) * 6 - 3
+    usable = torch.tensor([[1, 1, 1, 0, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]]).bool()
+    index = torch.zeros(B * k, dtype=torch.int64)
+    sampled = Sampled(index, index, index, target, usable, torch.tensor([1.0, 0.1, 1.0]))
+    offset = torch.rand(B * k, 2, generator=generator) * 6 - 3
+    std = torch.rand(B * k, generator=generator) + 0.1
+    expected = 0.0
+    for b in range(B):
+        terms = []
+        for i in range(k):
+            if usable[b, i]:
+                distance = math.dist(offset[b * k + i].tolist(), target[b, i].tolist()) / reach
+                terms.append(distance / (float(std[b * k + i]) / reach) ** 2)
+        expected += float(sampled.weight[b]) * sum(terms) / max(len(terms), 1) / B
+    loss = refinement_loss(offset, std, sampled, reach, form="paper")
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    assert loss.item() != pytest.approx(refinement_loss(offset, std, sampled, reach).item(), rel=0.1)
+    std.requires_grad_(), offset.requires_grad_()
+    refinement_loss(offset, std, sampled, reach, form="paper").backward()
+    assert std.grad is None and offset.grad.abs().sum() > 0
+    # A point that is hit exactly by a heat map of one pixel: no NaN, no infinity.
+    exact = target.view(-1, 2).clone().requires_grad_()
+    loss = refinement_loss(exact, torch.zeros(B * k), sampled, reach, form="paper")
+    loss.backward()
+    assert loss.item() < 1e-2 and torch.isfinite(exact.grad).all()
+
+
+def test_the_model_s_own_matches_are_refined_towards_the_true_point():
+    """Map of 3 columns. Cell 0 is matched rightly, 1 one cell too far, 2 out of reach, 3 not at all, and 4,
+    which has no true match, wrongly."""
+    match = torch.tensor([[0, 4, 1, 3, -1]])
+    offset = torch.tensor([[[1.0, -2.0], [3.5, 0.0], [0.0, 0.0], [2.0, 2.0], [0.0, 0.0]]])
+    known = match >= 0
+    truth = CoarseTruth(match, known, known, ~known, ~known, offset)
+    found = (torch.tensor([0, 1, 2, 4]), torch.tensor([0, 5, 8, 7]), torch.zeros(4, dtype=torch.int64))
+    refined, own = own_matches(truth, found, columns=3, reach=5.0)
+    assert own.tolist() == [[True, True, False, False, False]]
+    assert refined.match0.tolist() == [[0, 5, 1, 3, -1]]
+    assert refined.offset0[0, 1].tolist() == [3.5 - 8, 0.0]  # the same point, seen from the next cell
+    assert torch.equal(refined.offset0[0, [0, 2, 3, 4]], offset[0, [0, 2, 3, 4]])
+    for seed in range(5):
+        keys = torch.rand(1, 5, generator=torch.Generator().manual_seed(seed))
+        assert set(sample_matches(refined, keys, 2, 5.0, first=own).cell0.tolist()) == {0, 1}
+        filled = sample_matches(refined, keys, 5, 5.0, first=own)
+        assert filled.usable.sum() == 4 and set(filled.cell0[:4].tolist()) == {0, 1, 2, 3}
+
+
+def test_the_paper_s_preset_refines_what_the_model_found():
+    torch.manual_seed(0)
+    model = PRISM(PRESETS["tiny"].replace(theta_c=0.0)).train()
+    step = TrainingStep(model, LossConfig(fine="paper"), bf16=False)
+    work = work_of(pairs())
+    a, b = step.extract(work.batch)
+    last = model.transform(a, b, None, None, prune=False)[-1]
+    _, own = step.own_matches(last, a, b, work.truth)
+    assert own.any() and (own <= (work.truth.match0 >= 0)).all()
+    assert TrainingStep(model, LossConfig(), bf16=False).own_matches(last, a, b, work.truth)[1] is None
+    loss, _ = step(work, prune=True)
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    assert TRAIN_PRESETS["paper"].loss.fine == "paper"
+    assert TRAIN_PRESETS["quick"].loss.fine == TRAIN_PRESETS["tiny"].loss.fine == "loftr"
 
 
 def test_heat_loss_asks_for_the_true_point_between_pixels(generator):
@@ -264,11 +333,13 @@ def degenerate(kind: str) -> PairBatch:
     return replace(batch, **changes[kind])
 
 
+@pytest.mark.parametrize("fine", ["paper", "loftr"])
 @pytest.mark.parametrize("prune", [False, True])
 @pytest.mark.parametrize("kind", ["empty", "unknown", "full", "blank images", "no numbers", "all padding"])
-def test_loss_and_gradients_stay_finite(kind, prune):
+def test_loss_and_gradients_stay_finite(kind, prune, fine):
     torch.manual_seed(0)
-    step = TrainingStep(PRISM(PRESETS["tiny"]), LossConfig(refine=16, deep=0.5), bf16=False).train()
+    loss_config = LossConfig(refine=16, fine=fine, deep=0.5)
+    step = TrainingStep(PRISM(PRESETS["tiny"]), loss_config, bf16=False).train()
     loss, metrics = step(work_of(degenerate(kind)), prune)
     loss.backward()
     assert torch.isfinite(loss) and torch.isfinite(metrics).all() and metrics.shape == (len(METRICS),)

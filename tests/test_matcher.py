@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import json
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import h5py
 import numpy as np
 import PIL.Image
 import pytest
@@ -15,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism_match import Matcher, Matches, UserError
+from prism_match import Matcher, Matches, UserError, geometry
 from prism_match import matcher as matcher_module
 from prism_match.config import PRESETS
 from prism_match.engine.features import held_bytes
@@ -101,8 +104,10 @@ def test_features_are_computed_once_per_image(matcher: Matcher, monkeypatch: pyt
 
     monkeypatch.setattr(matcher.model, "extract", spy)
     pairs = [(images[i], images[j]) for i in range(4) for j in range(4)]
-    assert len(list(matcher.match_many(pairs, batch_size=3))) == 16
+    results = list(matcher.match_many(pairs, batch_size=3))
     assert sum(seen) == 4
+    for pair, result in zip(pairs, results, strict=True):
+        same(result, matcher.match(*pair))
 
 
 def live_tensors() -> int:
@@ -153,6 +158,17 @@ def test_a_buffer_that_is_used_again(matcher: Matcher, photo: np.ndarray, batch_
             same(result, alone)
 
 
+def test_transparency_is_part_of_an_image(matcher: Matcher, photo: np.ndarray) -> None:
+    """Also where the colours are the same, and for as many pairs as it is in."""
+    plain = np.repeat(photo[:96, :128, None], 4, axis=2)
+    plain[..., 3] = 255
+    left = plain.copy()
+    left[:, 64:, 3] = 0
+    results = list(matcher.match_many([(plain, plain), (left, plain), (left, plain)], batch_size=1))
+    assert results[0].keypoints0[:, 0].max() > 80
+    assert all(m.keypoints0[:, 0].max() < 72 for m in results[1:])
+
+
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_a_mask_that_is_used_again(matcher: Matcher, photo: np.ndarray, batch_size: int) -> None:
     a = photo[:96, :128].copy()
@@ -193,6 +209,9 @@ def test_results_do_not_hold_large_images(matcher: Matcher, photo: np.ndarray) -
     large = np.repeat(np.repeat(photo, 6, axis=0), 6, axis=1)
     watched = weakref.ref(large)
     results = [matcher.match(large, photo), *matcher.match_many([(large, photo)])]
+    with pytest.raises(UserError, match="give it again, as image0="):
+        results[0].plot()
+    assert results[0].plot(image0=large).any()
     del large
     gc.collect()
     assert watched() is None and len(results) == 2
@@ -319,6 +338,29 @@ def test_black_images_and_strangers_are_no_error(matcher: Matcher) -> None:
         assert np.isfinite(matcher.match(*pair).scores).all()
 
 
+def test_what_is_transparent_is_not_matched(photo: np.ndarray, tmp_path: Path) -> None:
+    """As if it were masked out; a mask that is given as well is one more."""
+    matcher = Matcher(config=TINY, device="cpu", size=160, rotate="never")
+    image = np.repeat(photo[:160, :160, None], 3, axis=2)
+    alpha = np.zeros((160, 160), np.uint8)
+    alpha[:, 80:] = 255
+    rgba = np.dstack([image, alpha])
+    expected = matcher.match(image, image, alpha)
+    assert len(expected) > 5 and expected.keypoints0[:, 0].min() > 75
+    PIL.Image.fromarray(rgba).save(tmp_path / "a.png")
+    floats = torch.from_numpy(rgba).permute(2, 0, 1) / 255
+    for source in (rgba, PIL.Image.fromarray(rgba), tmp_path / "a.png", floats):
+        found = matcher.match(source, image)
+        np.testing.assert_allclose(found.keypoints0, expected.keypoints0, atol=0.1)
+    (many,) = matcher.match_many([(rgba, image, np.rot90(alpha, -1).copy(), None)])
+    corner = matcher.match(image, image, alpha & np.rot90(alpha, -1))
+    np.testing.assert_allclose(many.keypoints0, corner.keypoints0, atol=0.1)
+    for blank in (0, 255):  # such a channel tells nothing
+        same(
+            matcher.match(np.dstack([image, np.full_like(alpha, blank)]), image), matcher.match(image, image)
+        )
+
+
 def test_threshold_and_max_matches(photo: np.ndarray) -> None:
     matcher = Matcher(config=TINY, device="cpu", size=160, threshold=0.001, max_matches=10)
     result = matcher.match(photo, photo)
@@ -423,18 +465,162 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UserError, match="No space left"):
         some_matches(7).save(path)
     monkeypatch.undo()
-    assert len(Matches.load(path)) == 5
+    assert np.array_equal(Matches.load(path).keypoints0, some_matches(5).keypoints0)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+OLD = {
+    "old.json": '{"keypoints0": [[1, 2]], "keypoints1": [[3, 4]], "scores": [0.5], "size0": [100, 90], '
+    '"size1": [80, 60], "name0": "a", "name1": "b"}',
+    "old.csv": "#,100,90,80,60,a,b\r\nx0,y0,x1,y1,score\r\n1,2,3,4,0.5\r\n",
+}
+
+
+@pytest.mark.parametrize("name", ["old.json", "old.csv", "old.npz", "old.h5"])
+def test_files_of_older_versions_are_read(tmp_path: Path, name: str) -> None:
+    """Those that do not tell how much they hold."""
+    path = tmp_path / name
+    arrays = {k: np.array(v) for k, v in json.loads(OLD["old.json"]).items()}
+    if name in OLD:
+        path.write_text(OLD[name])
+    elif name == "old.npz":
+        np.savez_compressed(path, **arrays)
+    else:
+        with h5py.File(path, "w") as file:
+            for key, value in arrays.items():
+                (file.attrs if key.startswith("name") else file)[key] = value if value.ndim else str(value)
+    m = Matches.load(path)
+    assert m.keypoints0.tolist() == [[1, 2]] and m.keypoints1.tolist() == [[3, 4]] and m.scores[0] == 0.5
+    assert (m.size0, m.size1, m.name0, m.name1) == ((100, 90), (80, 60), "a", "b")
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".json", ".csv", ".h5"])
+def test_damage_is_found(tmp_path: Path, suffix: str) -> None:
+    """Cut anywhere or with any byte changed, a file holds what it did, or is told to be damaged."""
+    matches, path = some_matches(1000), tmp_path / f"m{suffix}"
+    matches.save(path)
+    good = path.read_bytes()
+    g = np.random.default_rng(0)
+    damaged = [good[:n] for n in g.integers(0, len(good) - 2, 60)]
+    for n in g.integers(0, len(good), 150):
+        damaged.append(good[:n] + bytes([good[n] ^ (1 << g.integers(8))]) + good[n + 1 :])
+    found_out = 0
+    for data in damaged:
+        path.write_bytes(data)
+        try:
+            loaded = Matches.load(path)
+        except UserError as error:
+            found_out += 1
+            assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
+        else:
+            for key in ("keypoints0", "keypoints1", "scores"):
+                assert np.array_equal(getattr(loaded, key), getattr(matches, key))
+            assert (loaded.size0, loaded.name0, loaded.name1) == ((100, 100), "a ü.jpg", "b,c.jpg")
+    assert found_out > 100, "most damage hits something that counts"
+
+
+def test_what_is_missing_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "m.csv"
+    some_matches(40).save(path)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-5]))
+    with pytest.raises(UserError, match=r"m.csv: damaged: 35 of its 40 matches are left$"):
+        Matches.load(path)
+    whole = tmp_path / "m.json"
+    some_matches(40).save(whole)
+    values = json.loads(whole.read_text())
+    values["scores"][3] += 0.25
+    whole.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"m.json: damaged: what it holds is not what was written$"):
+        Matches.load(whole)
+    del values["size0"]
+    whole.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"m.json: not a file of matches: it has no size0$"):
+        Matches.load(whole)
+
+
+@pytest.mark.parametrize("suffix", [".NPZ", ".Json", ".CSV", ".H5"])
+def test_names_in_capitals(tmp_path: Path, suffix: str) -> None:
+    some_matches().save(tmp_path / f"m{suffix}")
+    assert [p.name for p in tmp_path.iterdir()] == [f"m{suffix}"]
+    assert np.array_equal(Matches.load(tmp_path / f"m{suffix}").keypoints1, some_matches().keypoints1)
+
+
+def test_matches_that_do_not_fit_together() -> None:
+    points, scores = np.zeros((4, 2)), np.ones(4)
+    for bad, reason in (
+        ((points[:3], points, scores), "3 points cannot be matched with 4"),
+        ((points, points, scores[:3]), "there are 3 scores for 4 matches"),
+        ((np.zeros((4, 3)), points, scores), r"keypoints0 must have the shape \(n, 2\), not \(4, 3\)"),
+        ((points, points, points), r"scores must have the shape \(n,\), not \(4, 2\)"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            Matches(*bad, (8, 8), (8, 8))
+    assert Matches(points.tolist(), points, scores, (8, 8), (8, 8)).keypoints0.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("keep", "reason"),
+    [
+        (np.ones(29, bool), "keep has 29 entries, but there are 30 matches"),
+        (np.zeros(0, bool), "keep has 0 entries, but there are 30 matches"),
+        (np.ones((30, 1), bool), "keep must be a row"),
+        ([0, 30], "beyond the 30 matches"),
+        ([-31], "beyond the 30 matches"),
+        ([0.5], "keep must be a row"),
+    ],
+)
+def test_filters_that_do_not_fit(keep: object, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        some_matches().filter(keep)
+
+
+def test_matches_are_printed_in_one_short_line() -> None:
+    assert repr(some_matches(1000)) == "<1000 matches of a ü.jpg (100x100) and b,c.jpg (80x60)>"
+    empty = np.zeros((0, 2))
+    assert repr(Matches(empty, empty, empty[:, 0], (8, 9), (7, 6))) == (
+        "<0 matches of an image (8x9) and an image (7x6)>"
+    )
+
+
+def test_the_options_of_a_fit_are_in_its_signature() -> None:
+    """So that an editor can show them, and a wrong one is told."""
+    ours, theirs = (inspect.signature(f).parameters for f in (Matches.estimate, geometry.estimate))
+    assert {k: p.default for k, p in ours.items() if k not in ("self", "model")} == {
+        k: p.default for k, p in theirs.items() if k not in ("points0", "points1", "model")
+    }
+    with pytest.raises(TypeError, match="treshold"):
+        some_matches().estimate("homography", treshold=1)
+
+
+def test_spread_matches_cover_the_image_and_are_the_best_there() -> None:
+    """Half of the matches, and the surest, sit in one corner."""
+    g = np.random.default_rng(1)
+    points = np.concatenate([g.uniform(0, 50, (500, 2)), g.uniform(0, 800, (500, 2))])
+    scores = np.concatenate([g.uniform(0.9, 1, 500), g.uniform(0.2, 0.9, 500)])
+    order = np.argsort(-scores)
+    matches = Matches(points[order], points[order], scores[order], (800, 800), (800, 800))
+    for count in (1, 7, 64, 100, 700):
+        chosen = matches.filter(spread=count)
+        assert len(chosen) == count and (np.diff(chosen.scores) <= 0).all()
+    tiles = {tuple(t) for t in (matches.filter(spread=64).keypoints0 // 200).astype(int).tolist()}
+    assert len(tiles) == 16, "every part of the image has some"
+    corner = matches.filter(spread=64).keypoints0.max(axis=1) < 50
+    assert 1 <= corner.sum() <= 6
+    assert matches.filter(spread=1).scores[0] == matches.scores[0]
+    assert len(matches.filter(spread=5000)) == 1000 and len(matches.filter(spread=0)) == 0
 
 
 def test_filter_and_swap() -> None:
     matches = some_matches()
-    assert len(matches.filter(min_score=0.5)) == (matches.scores >= 0.5).sum()
-    assert np.array_equal(matches.filter(top=4).scores, matches.scores[:4])
+    sure = matches.scores >= 0.5
+    assert np.array_equal(matches.filter(min_score=0.5).keypoints1, matches.keypoints1[sure])
+    assert np.array_equal(matches.filter(top=4).keypoints0, matches.keypoints0[:4])
     assert np.array_equal(
         matches.filter(matches.scores > 0.9).keypoints0, matches.keypoints0[matches.scores > 0.9]
     )
     assert np.array_equal(matches.filter([3, 1]).scores, matches.scores[[3, 1]])
+    assert len(matches.filter([])) == 0
     swapped = matches.swap()
     assert np.array_equal(swapped.keypoints0, matches.keypoints1) and swapped.size0 == (80, 60)
 
@@ -463,6 +649,10 @@ def test_plot(tmp_path: Path, matcher: Matcher, photo: np.ndarray) -> None:
     assert matches.filter(top=0).plot().shape == picture.shape
     with pytest.raises(UserError, match="matches are for 512x512"):
         matches.plot(image0=photo[:100, :100])
+    with pytest.raises(UserError, match=r"m.xyz: pictures are written as .png"):
+        matches.plot(tmp_path / "m.xyz")
+    matches.plot(tmp_path / "m.PNG")
+    assert {p.name for p in tmp_path.iterdir()} == {"m.png", "m.PNG"}
 
 
 # --- weights ----------------------------------------------------------------------------------------

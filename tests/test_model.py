@@ -12,12 +12,15 @@ from torch import Tensor
 
 from prism_match.config import PRESETS, ModelConfig
 from prism_match.model import backbone, matching, prism
-from prism_match.model.attention import SADPA, LinearAttention
+from prism_match.model.ablations import LinearAttention, absolute_encoding
+from prism_match.model.attention import SADPA
 from prism_match.model.backbone import ResNetFPN
-from prism_match.model.position import RotaryEncoding, absolute_encoding
-from prism_match.model.prism import PRISM, away_from_border, cell_centre
-from prism_match.model.pruning import Cells, Selection
+from prism_match.model.matching import away_from_border
+from prism_match.model.mpm import LayerState
+from prism_match.model.position import RotaryEncoding
+from prism_match.model.prism import PRISM, cell_centre
 from prism_match.model.refinement import Refinement, expectation
+from prism_match.model.tokens import Cells, Selection
 
 
 def assert_close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> None:
@@ -265,14 +268,33 @@ def test_matches_equal_loops(chunk: int, monkeypatch: pytest.MonkeyPatch) -> Non
         assert_close(confidence, p[i, j])
 
 
-def test_dense_confidence_equals_loops_with_pruned_cells_left_out() -> None:
+@pytest.mark.parametrize("border", [0, 1])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_coarse_matches_equal_loops_with_pruned_cells_left_out(weighted: bool, border: int) -> None:
+    """Of each pair of a batch: the cells themselves, of both images, and their confidence."""
     torch.manual_seed(5)
-    f0, f1, nmi0, nmi1 = torch.randn(7, 8), torch.randn(5, 8), torch.rand(7), torch.rand(5)
-    keep0, keep1 = torch.tensor([1, 1, 0, 1, 0, 1, 1]) > 0, torch.tensor([1, 0, 1, 1, 1]) > 0
-    s = matching.similarity(f0[None], f1[None], 0.1)
-    fast = reference.log_confidence(s, nmi0.log()[None], nmi1.log()[None], keep0[None], keep1[None])[0].exp()
-    slow = reference.confidence(f0[keep0], f1[keep1], nmi0[keep0], nmi1[keep1], 0.1)
-    assert_close(fast[keep0][:, keep1], slow)
+    f0, f1 = torch.randn(2, 3, 4, 8), torch.randn(2, 4, 3, 8)
+    keep0, keep1 = random_mask(2, 3, 4, share=0.8), random_mask(2, 4, 3, share=0.8)
+    logit0, logit1 = torch.randn(2, 3, 4), torch.randn(2, 4, 3)
+    config = ModelConfig(weighted_softmax=weighted, border=border)
+    last = LayerState(f0, f1, keep0, keep1, logit0, logit1)
+    every0, every1 = torch.ones_like(keep0), torch.ones_like(keep1)
+    found = matching.coarse_matches(last, every0, every1, config, theta_c=0.01)
+    expected = []
+    for k in range(2):
+        cells0, cells1 = (m[k].flatten().nonzero().flatten().tolist() for m in (keep0, keep1))
+        nmi0, nmi1 = (x[k].flatten().sigmoid() if weighted else torch.ones(12) for x in (logit0, logit1))
+        p = reference.confidence(
+            f0[k].flatten(0, 1)[cells0], f1[k].flatten(0, 1)[cells1], nmi0[cells0], nmi1[cells1], 0.1
+        )
+        for i, j in reference.mutual(p, 0.01):
+            (y0, x0), (y1, x1) = divmod(cells0[i], 4), divmod(cells1[j], 3)
+            inside = border == 0 or (y0 == 1 and 1 <= x0 <= 2 and 1 <= y1 <= 2 and x1 == 1)
+            if inside:
+                expected.append((cells0[i], cells1[j], k, float(p[i, j])))
+    assert list(zip(*(x.tolist() for x in found[:3]), strict=True)) == [e[:3] for e in expected]
+    assert_close(found[3], torch.tensor([e[3] for e in expected]))
+    assert border or (len(expected) > 4 and len({e[2] for e in expected}) == 2)
 
 
 def test_similarity_is_never_half_precision() -> None:
@@ -406,7 +428,8 @@ def test_every_ablation_runs_forward_and_backward(name: str) -> None:
     index = torch.arange(2)
     match = (index, index + 20, index + 30)
     offset, std = expectation(model.refinement(a.fine, b.fine, last.coarse0, last.coarse1, match))
-    loss = -reference.log_confidence(s, None, None)[:, 20, 30].sum() + offset.square().sum() + std.sum()
+    log_p = s.log_softmax(dim=1) + s.log_softmax(dim=2)
+    loss = -log_p[:, 20, 30].sum() + offset.square().sum() + std.sum()
     if last.logit0 is not None and last.logit1 is not None:
         loss = loss + last.logit0.square().sum() + last.logit1.square().sum()
     loss.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -71,6 +72,26 @@ def test_the_rate_warms_up_and_decays():
     assert learning_rate(config, 0, 0.0) == pytest.approx(0.1)
     assert learning_rate(config, 20, 0.5) == pytest.approx(0.55)
     assert learning_rate(config, 99, 1.0) == pytest.approx(0.1)
+
+
+def test_the_rate_may_stay_until_the_last_part():
+    config = TINY.replace(lr=1.0, warmup=1, final_lr=0.1, decay=0.2)
+    assert learning_rate(config, 50, 0.8) == pytest.approx(1.0)
+    assert learning_rate(config, 90, 0.9) == pytest.approx(0.55)
+    assert learning_rate(config, 99, 1.0) == pytest.approx(0.1)
+    with pytest.raises(UserError, match="decay"):
+        TINY.replace(decay=0.0)
+
+
+def test_phases_of_one_start_take_turns(tmp_path):
+    sizes = (Phase(0.0, 64, 4), Phase(0.0, 96, 2))
+    run = trainer(tmp_path, steps=8, phases=sizes, log_every=1)
+    run.fit()
+    rows = [json.loads(x) for x in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert {r["size"] for r in rows} == {64, 96}
+    assert [r["size"] for r in rows] == [run.config.phase(0.0, n).size for n in range(8)]
+    batch = {64: 4, 96: 2}
+    assert [r["pairs"] for r in rows] == list(itertools.accumulate(batch[r["size"]] for r in rows))
 
 
 def test_phases_follow_the_budget(tmp_path):

@@ -7,9 +7,9 @@ import io
 import json
 import os
 import pickle
-import tempfile
+import secrets
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,23 +23,45 @@ from prism_match.errors import UserError
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """A temporary name beside `path`; renamed to `path` if the block succeeds, removed if not."""
     path = Path(path)
+    # The suffix stays, since some writers choose the format by it.
+    temporary = path.with_name(f".{path.stem}-{secrets.token_hex(8)}{path.suffix}")
     try:
-        # The suffix stays, since some writers choose the format by it.
-        handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+        # Readable by whom the umask allows, unlike what the module tempfile makes: to ask for the umask is
+        # to set it, for all threads.
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from error
-    os.close(handle)
-    temporary = Path(name)
     try:
         yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp makes files private
         temporary.replace(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def reading(path: Path, kind: str) -> Iterator[None]:
+    """Whatever goes wrong in the block, which reads the file and does nothing else, becomes one line that
+    begins with the file's name. kind: what it should be, as in "a file of matches"."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except PermissionError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except Exception as error:  # damaged bytes lead readers astray in every way there is
+        raise UserError(f"{path}: not {kind}, or a damaged one") from error
+
+
+def checksum(arrays: Mapping[str, np.ndarray]) -> str:
+    """Of names, types, shapes and values: the same in whatever format they are kept."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name} {array.dtype.str} {array.shape} ".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
 def writable_folder(path: str | Path) -> Path:

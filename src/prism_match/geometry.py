@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,10 +61,18 @@ def estimate(
         raise UserError(f"{len(points0)} points cannot be matched with {len(points1)}")
     if model == "essential" and (intrinsics0 is None or intrinsics1 is None):
         raise UserError("the essential matrix needs the intrinsics of both cameras")
+    threshold = THRESHOLD[model] if threshold is None else threshold
+    if not _is_number(threshold) or not 0 < threshold < math.inf:
+        raise UserError(f"threshold must be a positive number of pixels, not {threshold!r}")
+    if not _is_number(confidence) or not 0 < confidence < 1:
+        raise UserError(f"confidence must be above 0 and below 1, not {confidence!r}")
+    if not isinstance(max_iterations, (int, np.integer)) or max_iterations < 1:
+        raise UserError(f"max_iterations must be a whole number of at least 1, not {max_iterations!r}")
+    if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**31:
+        raise UserError(f"seed must be a whole number of at least 0 and below 2^31, not {seed!r}")
     nothing = Estimate(model, None, np.zeros(len(points0), dtype=bool))
     if len(points0) < MINIMUM[model]:
         return nothing
-    threshold = THRESHOLD[model] if threshold is None else threshold
     options = _Options(threshold, confidence, max_iterations, seed)
     fit = _fit_poselib if backend == "poselib" else _fit_opencv
     if model != "essential":
@@ -77,6 +86,10 @@ def estimate(
     assert intrinsics0 is not None and intrinsics1 is not None
     k0, k1 = check_intrinsics(intrinsics0), check_intrinsics(intrinsics1)
     return _essential(points0, points1, k0, k1, options, backend) or nothing
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -219,6 +232,24 @@ def warp_points(points: np.ndarray, homography: np.ndarray) -> np.ndarray:
 def resize_matrix(sx: float, sy: float) -> np.ndarray:
     """3 3: a resize, which maps x to (x + 0.5) * s - 0.5; for points and, from the left, for intrinsics."""
     return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1]])
+
+
+def spread_over(points: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
+    """Indices, ascending, of `count` points (n 2) that cover their image evenly: from each cell of a grid
+    first the one of the largest value (n), then the second, and so on."""
+    if len(points) <= count or count < 1:
+        return np.arange(min(len(points), max(0, count)))
+    cell = float(np.ptp(points, axis=0).max()) / (2 * count**0.5) + 1e-6
+    while True:
+        _, where = np.unique(np.floor(points / cell), axis=0, return_inverse=True)
+        if where.max() < count:  # no more cells than points to choose
+            break
+        cell *= 1.15
+    where = where.ravel()
+    by_cell = np.lexsort((-values, where))
+    rank = np.empty(len(points), dtype=np.int64)
+    rank[by_cell] = np.arange(len(points)) - np.searchsorted(where[by_cell], where[by_cell])
+    return np.sort(np.lexsort((-values, rank))[:count])
 
 
 def skew(v: np.ndarray) -> np.ndarray:

@@ -31,6 +31,7 @@ class Image:
 
     pixels: np.ndarray  # h w or h w 3, uint8, or float32 in [0, 1]
     name: str  # the path, or what kind of object it came from
+    opaque: np.ndarray | None = None  # h w, bool: what an alpha channel leaves to be seen; None: everything
 
     @property
     def size(self) -> tuple[int, int]:
@@ -54,17 +55,18 @@ class Image:
 
 def load_image(source: ImageLike) -> Image:
     """Any of: a path, a PIL image, an array (h w or h w 1|3|4; 8 or 16 bit, or float in [0, 1]) or a
-    tensor (the same, channels first). Colours are RGB; an alpha channel is ignored."""
+    tensor (the same, channels first). Colours are RGB; what an alpha channel hides is not matched."""
     if isinstance(source, Image):
         return source
     if isinstance(source, (str, os.PathLike)):
         image = read_image(Path(source))
     elif isinstance(source, np.ndarray):
-        image = Image(to_pixels(source, "array"), "array")
+        image = Image(to_pixels(source, "array"), "array", opaque_part(source))
     elif hasattr(source, "detach"):
-        image = Image(to_pixels(channels_last(source), "tensor"), "tensor")
+        array = channels_last(source)
+        image = Image(to_pixels(array, "tensor"), "tensor", opaque_part(array))
     elif hasattr(source, "convert"):
-        image = Image(decode(source, "PIL image"), "PIL image")
+        image = decode(source, "PIL image")
     else:
         raise UserError(
             f"an image must be a path, a PIL image, an array or a tensor, not {type(source).__name__}"
@@ -90,7 +92,7 @@ def read_image(path: Path) -> Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
             with PIL.Image.open(path) as opened:
-                return Image(decode(opened, str(path)), str(path))
+                return decode(opened, str(path))
     except PIL.Image.DecompressionBombError as error:
         raise UserError(f"{path}: too many pixels; refused as a possible decompression bomb") from error
     except PIL.UnidentifiedImageError as error:
@@ -104,18 +106,32 @@ def read_image(path: Path) -> Image:
         raise UserError(f"{path}: damaged image ({error})") from error
 
 
-def decode(opened: PIL.Image.Image, name: str) -> np.ndarray:
-    """A PIL image, turned upright, as pixels."""
+def decode(opened: PIL.Image.Image, name: str) -> Image:
+    """A PIL image, turned upright."""
     import PIL.ImageOps
 
     image = PIL.ImageOps.exif_transpose(opened)
-    if image.mode in ("1", "L"):
-        return np.asarray(image.convert("L"))
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        return to_pixels(np.asarray(image).astype(np.int64).clip(0, 65535).astype(np.uint16), name)
-    if image.mode == "F":
-        return to_pixels(np.asarray(image), name)
-    return np.asarray(image.convert("RGB"))
+    if image.mode in ("RGBA", "LA", "PA") or (image.mode in ("P", "RGB") and "transparency" in image.info):
+        pixels = np.asarray(image.convert("RGBA"))
+    elif image.mode in ("1", "L"):
+        pixels = np.asarray(image.convert("L"))
+    elif image.mode == "I" or image.mode.startswith("I;16"):
+        pixels = np.asarray(image).astype(np.int64).clip(0, 65535).astype(np.uint16)
+    elif image.mode == "F":
+        pixels = np.asarray(image)
+    else:
+        pixels = np.asarray(image.convert("RGB"))
+    return Image(to_pixels(pixels, name), name, opaque_part(pixels))
+
+
+def opaque_part(array: np.ndarray) -> np.ndarray | None:
+    """h w, bool: where the alpha channel of an image (h w 4) hides less than half. None: there is none, or it
+    hides nothing, or everything, which a channel that was never filled does."""
+    if array.ndim != 3 or array.shape[2] != 4:
+        return None
+    alpha = array[..., 3]
+    opaque = alpha >= (0.5 if np.issubdtype(alpha.dtype, np.floating) else np.iinfo(alpha.dtype).max / 2)
+    return None if opaque.all() or not opaque.any() else opaque
 
 
 def image_size(path: Path) -> tuple[int, int] | None:
@@ -155,6 +171,7 @@ def to_stored(
 
 
 def channels_last(tensor: Any) -> np.ndarray:
+    """h w, or h w c."""
     x = tensor.detach().cpu()
     x = x.squeeze(0) if x.ndim == 4 and x.shape[0] == 1 else x
     if x.ndim not in (2, 3):
@@ -201,19 +218,33 @@ class Named(Protocol):
 
 def load_mask(source: ImageLike, image: Named) -> np.ndarray:
     """A region mask of an image, h w bool: non-zero pixels are looked at."""
-    if hasattr(source, "detach"):
-        source = channels_last(source)
-    if isinstance(source, np.ndarray):
-        if np.issubdtype(source.dtype, np.floating) and not np.isfinite(source).all():
-            raise UserError("mask: has NaN or infinite values")
-        source = (source != 0).astype(np.uint8)  # masks come in every type: 0/1, 0/255, bool, float
-    mask = load_image(source)
-    if mask.size != image.size:
+    width, height = image.size
+    name = "the mask"
+    if isinstance(source, (str, os.PathLike)):
+        name, mask = f"{source}: the mask", read_image(Path(source)).gray > 0
+    elif isinstance(source, Image):
+        mask = source.gray > 0
+    elif isinstance(source, np.ndarray) or hasattr(source, "detach"):
+        mask = nonzero(channels_last(source) if hasattr(source, "detach") else source)
+    elif hasattr(source, "convert"):
+        mask = decode(source, name).gray > 0
+    else:
+        kind = type(source).__name__
+        raise UserError(f"a mask must be a path, a PIL image, an array or a tensor, not {kind}")
+    if mask.shape != (height, width):
         raise UserError(
-            f"{mask.name}: the mask is {mask.size[0]}x{mask.size[1]} "
-            f"but its image {image.name} is {image.size[0]}x{image.size[1]}"
+            f"{name} is {mask.shape[1]}x{mask.shape[0]} but its image {image.name} is {width}x{height}"
         )
-    return mask.gray > 0
+    return mask
+
+
+def nonzero(mask: np.ndarray) -> np.ndarray:
+    """h w, bool, of a mask (h w or h w 1|3|4) of any type: 0/1, 0/255, bool, float."""
+    if mask.ndim != 2 and (mask.ndim != 3 or mask.shape[2] not in (1, 3, 4)):
+        raise UserError(f"a mask has the height and width of its image, not the shape {mask.shape}")
+    if np.issubdtype(mask.dtype, np.floating) and not np.isfinite(mask).all():
+        raise UserError("the mask has NaN or infinite values")
+    return mask != 0 if mask.ndim == 2 else np.any(mask[..., :3] != 0, axis=2)
 
 
 def resize(array: np.ndarray, width: int, height: int) -> np.ndarray:
@@ -226,6 +257,8 @@ def resize(array: np.ndarray, width: int, height: int) -> np.ndarray:
 
 def write_png(path: str | os.PathLike[str], pixels: np.ndarray) -> None:
     """h w or h w 3 (RGB), uint8; whole or not at all."""
+    if Path(path).suffix.lower() != ".png":
+        raise UserError(f"{path}: pictures are written as .png")
     with atomic_path(Path(path)) as temporary:
         temporary.write_bytes(encode_png(pixels))
 

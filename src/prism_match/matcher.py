@@ -138,7 +138,7 @@ class PairMatcher:
             sharp = (large * 255).round().astype(np.uint8)  # a quarter of the memory, and no less exact
         gray = resize(image.gray, w, h)
         gray = gray.copy() if np.may_share_memory(gray, image.pixels) else gray
-        return Prepared(gray, image.size, image.name, kept, sharp=sharp)
+        return Prepared(gray, image.size, image.name, kept, sharp=sharp).masked(image.opaque)
 
     @torch.inference_mode()
     def _extract(self, prepared: list[Prepared]) -> list[Features]:
@@ -247,11 +247,12 @@ class Prepared:
     sharp: np.ndarray | None = None
 
     def masked(self, source: MaskLike) -> Prepared:
-        """With a mask; the image is not turned yet."""
+        """With a mask, beside the one it may have; the image is not turned yet."""
         if source is None:
             return self
         height, width = self.gray.shape
-        return replace(self, mask=resize(load_mask(source, self).astype(np.float32), width, height))
+        mask = resize(load_mask(source, self).astype(np.float32), width, height)
+        return replace(self, mask=mask if self.mask is None else np.minimum(mask, self.mask))
 
     def turned(self, turns: int) -> Prepared:
         mask = None if self.mask is None else np.rot90(self.mask, turns)
@@ -323,8 +324,9 @@ class ImageFeatures:
         """As tensors and texts, for a file."""
         f, p = self.features, self.prepared
         tensors = {"coarse": f.coarse, "fine": f.fine, "valid": f.valid, "gray": torch.from_numpy(p.gray)}
-        if p.sharp is not None:
-            tensors["sharp"] = torch.from_numpy(p.sharp)
+        for key, image in (("sharp", p.sharp), ("mask", p.mask)):
+            if image is not None:
+                tensors[key] = torch.from_numpy(image)
         plain = {k: v.cpu().contiguous() for k, v in tensors.items()}
         return plain, {"name": p.name, "width": str(p.size[0]), "height": str(p.size[1])}
 
@@ -332,8 +334,8 @@ class ImageFeatures:
     def unpack(tensors: dict[str, Tensor], texts: dict[str, str], device: torch.device) -> ImageFeatures:
         """What `pack` gave."""
         size = int(texts["width"]), int(texts["height"])
-        sharp = tensors["sharp"].numpy() if "sharp" in tensors else None
-        prepared = Prepared(tensors["gray"].numpy(), size, texts["name"], None, sharp=sharp)
+        sharp, mask = (tensors[k].numpy() if k in tensors else None for k in ("sharp", "mask"))
+        prepared = Prepared(tensors["gray"].numpy(), size, texts["name"], None, mask, sharp=sharp)
         return ImageFeatures(
             prepared, Features(*(tensors[k].to(device) for k in ("coarse", "fine", "valid")))
         )

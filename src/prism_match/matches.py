@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,15 @@ import cv2
 import numpy as np
 
 from prism_match.errors import UserError
-from prism_match.files import atomic_path
-from prism_match.geometry import Estimate, Model, estimate
+from prism_match.files import atomic_path, checksum, reading
+from prism_match.geometry import Backend, Estimate, Model, estimate, spread_over
 from prism_match.images import Image, ImageLike, load_image, write_png
 
 FORMATS = (".npz", ".json", ".csv", ".h5")
+REQUIRED = ("keypoints0", "keypoints1", "scores", "size0", "size1", "name0", "name1")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Details:
     """What the model thought of each 8x8 cell of its (resized) images, after each of the L MPMs."""
 
@@ -30,7 +31,7 @@ class Details:
     nmi1: np.ndarray | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Matches:
     """n correspondences, in pixels of the original images; the centre of the first pixel is (0, 0)."""
 
@@ -43,30 +44,65 @@ class Matches:
     name1: str = ""
     details: Details | None = None
     # Kept for pictures when the images came from memory and cannot be read again.
-    images: tuple[Image | None, Image | None] = field(default=(None, None), repr=False, compare=False)
+    images: tuple[Image | None, Image | None] = field(default=(None, None), compare=False)
+
+    def __post_init__(self) -> None:
+        for name, shape in (("keypoints0", (-1, 2)), ("keypoints1", (-1, 2)), ("scores", (-1,))):
+            array = np.asarray(getattr(self, name), dtype=np.float32)
+            if array.ndim != len(shape) or array.shape[1:] != shape[1:]:
+                wanted = "(n, 2)" if len(shape) == 2 else "(n,)"
+                raise UserError(f"{name} must have the shape {wanted}, not {array.shape}")
+            object.__setattr__(self, name, array)
+        if len(self.keypoints0) != len(self.keypoints1):
+            raise UserError(f"{len(self.keypoints0)} points cannot be matched with {len(self.keypoints1)}")
+        if len(self.scores) != len(self.keypoints0):
+            raise UserError(f"there are {len(self.scores)} scores for {len(self.keypoints0)} matches")
+
+    def __repr__(self) -> str:
+        sides = ((self.name0, self.size0), (self.name1, self.size1))
+        images = " and ".join(f"{name or 'an image'} ({w}x{h})" for name, (w, h) in sides)
+        return f"<{len(self)} matches of {images}>"
 
     def __len__(self) -> int:
         return len(self.scores)
 
     def filter(
-        self, keep: np.ndarray | None = None, *, min_score: float | None = None, top: int | None = None
+        self,
+        keep: np.ndarray | Sequence[int] | Sequence[bool] | None = None,
+        *,
+        min_score: float | None = None,
+        top: int | None = None,
+        spread: int | None = None,
     ) -> Matches:
-        """The matches where `keep` is True (or the indices in it), with at least `min_score`, and of
-        those the `top` best."""
+        """The matches where `keep` is True (or the indices in it), with at least `min_score`, of those the
+        `top` best, and of those so many (`spread`) that cover image 0 evenly: the best of each part of it."""
         index = np.arange(len(self))
         if keep is not None:
-            index = index[np.asarray(keep)]
+            index = index[self._chosen(keep)]
         if min_score is not None:
             index = index[self.scores[index] >= min_score]
         if top is not None:
             best = np.argsort(-self.scores[index], kind="stable")[: max(0, top)]
             index = index[np.sort(best)]
+        if spread is not None:
+            index = index[spread_over(self.keypoints0[index], self.scores[index], spread)]
         return replace(
             self,
             keypoints0=self.keypoints0[index],
             keypoints1=self.keypoints1[index],
             scores=self.scores[index],
         )
+
+    def _chosen(self, keep: np.ndarray | Sequence[int] | Sequence[bool]) -> np.ndarray:
+        chosen = np.asarray(keep)
+        if chosen.ndim != 1 or (chosen.dtype.kind not in "bui" and len(chosen)):
+            raise UserError("keep must be a row of True and False, or of indices")
+        if chosen.dtype == bool:
+            if len(chosen) != len(self):
+                raise UserError(f"keep has {len(chosen)} entries, but there are {len(self)} matches")
+        elif np.any((chosen < -len(self)) | (chosen >= len(self))):
+            raise UserError(f"keep has indices beyond the {len(self)} matches")
+        return chosen if chosen.dtype == bool else chosen.astype(np.int64)
 
     def swap(self) -> Matches:
         """The same matches with the images exchanged."""
@@ -76,10 +112,25 @@ class Matches:
             None if d is None else Details(d.keep1, d.keep0, d.nmi1, d.nmi0), self.images[::-1],
         )  # fmt: skip
 
-    def estimate(self, model: Model, **options: Any) -> Estimate:
-        """Fit "homography", "fundamental" or "essential" (with intrinsics0=, intrinsics1=). See
-        `prism_match.geometry.estimate` for the options: threshold, backend, seed, ..."""
-        return estimate(self.keypoints0, self.keypoints1, model, **options)
+    def estimate(
+        self,
+        model: Model,
+        *,
+        intrinsics0: np.ndarray | None = None,
+        intrinsics1: np.ndarray | None = None,
+        threshold: float | None = None,
+        backend: Backend = "usac",
+        confidence: float = 0.99999,
+        max_iterations: int = 10_000,
+        seed: int = 0,
+    ) -> Estimate:
+        """Fit "homography", "fundamental" or "essential" (which needs the intrinsics), robustly. The options
+        are those of `prism_match.geometry.estimate`."""
+        return estimate(
+            self.keypoints0, self.keypoints1, model,
+            intrinsics0=intrinsics0, intrinsics1=intrinsics1, threshold=threshold, backend=backend,
+            confidence=confidence, max_iterations=max_iterations, seed=seed,
+        )  # fmt: skip
 
     def warp(self, image0: ImageLike | None = None, homography: np.ndarray | None = None) -> np.ndarray:
         """Image 0 as seen in the frame of image 1 (h w 3, uint8), by a homography, which is
@@ -90,18 +141,25 @@ class Matches:
                 raise UserError(f"no homography fits these {len(self)} matches")
         return cv2.warpPerspective(self.image(0, image0).rgb, homography, self.size1)
 
-    def plot(self, path: str | Path | None = None, **options: Any) -> np.ndarray:
-        """A picture of the matches (h w 3, uint8), written to `path` if given. The options are those
-        of `prism_match.viz.draw_matches`; images from files that have moved: image0=, image1=."""
+    def plot(
+        self,
+        path: str | Path | None = None,
+        *,
+        title: str = "",
+        most_lines: int = 250,
+        longer_side: int = 800,
+        image0: ImageLike | None = None,
+        image1: ImageLike | None = None,
+    ) -> np.ndarray:
+        """A picture of the matches (h w 3, uint8), written to `path` (a .png) if given. See
+        `prism_match.viz.draw_matches` for the options; image0, image1: where files have moved."""
         from prism_match import viz
 
-        image0, image1 = (
-            self.image(0, options.pop("image0", None)),
-            self.image(1, options.pop("image1", None)),
-        )
+        first, second = self.image(0, image0), self.image(1, image1)
         picture = viz.draw_matches(
-            image0.rgb, image1.rgb, self.keypoints0, self.keypoints1, self.scores, **options
-        )
+            first.rgb, second.rgb, self.keypoints0, self.keypoints1, self.scores,
+            title=title, most_lines=most_lines, longer_side=longer_side,
+        )  # fmt: skip
         if path is not None:
             write_png(path, picture)
         return picture
@@ -109,6 +167,10 @@ class Matches:
     def image(self, which: int, given: ImageLike | None = None) -> Image:
         """Image 0 or 1 itself, for pictures: as given, from memory, or read from its file again."""
         source = given if given is not None else self.images[which] or (self.name0, self.name1)[which]
+        if isinstance(source, str) and source in ("array", "tensor", "PIL image"):
+            raise UserError(
+                f"an image from memory is not kept if it is large: give it again, as image{which}="
+            )
         image, size = load_image(source), (self.size0, self.size1)[which]
         if image.size != size:
             raise UserError(
@@ -154,43 +216,58 @@ class Matches:
     def save(self, path: str | Path) -> None:
         """To .npz, .json, .csv or .h5. The first three hold everything but a csv has no details."""
         path = Path(path)
-        if path.suffix not in FORMATS:
+        if path.suffix.lower() not in FORMATS:
             raise UserError(f"{path}: matches are saved as {', '.join(FORMATS)}")
+        writers = {".npz": _save_npz, ".json": _save_json, ".csv": _save_csv, ".h5": _save_h5}
         with atomic_path(path) as temporary:
-            {".npz": _save_npz, ".json": _save_json, ".csv": _save_csv, ".h5": _save_h5}[path.suffix](
-                temporary, self
-            )
+            writers[path.suffix.lower()](temporary, self)
 
     @staticmethod
     def load(path: str | Path) -> Matches:
+        """Of any version. Those that tell how much they hold, as all do now, are checked."""
         path = Path(path)
-        if path.suffix not in FORMATS:
+        if path.suffix.lower() not in FORMATS:
             raise UserError(f"{path}: matches are loaded from {', '.join(FORMATS)}")
         if not path.is_file():
             raise UserError(f"{path}: no such file")
         readers = {".npz": _load_npz, ".json": _load_json, ".csv": _load_csv, ".h5": _load_h5}
-        try:
-            return readers[path.suffix](path)
-        except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError) as error:
-            raise UserError(f"{path}: not a file of matches ({error})") from error
+        with reading(path, "a file of matches"):
+            arrays = readers[path.suffix.lower()](path)
+            missing = [key for key in REQUIRED if key not in arrays]
+            if missing:
+                raise UserError(f"not a file of matches: it has no {missing[0]}")
+            matches = _from_arrays(arrays)
+            _check(matches, arrays)
+        return matches
 
 
 def _to_arrays(m: Matches) -> dict[str, np.ndarray]:
+    """With how many there are, and a checksum of all the rest."""
     arrays = {
         "keypoints0": m.keypoints0, "keypoints1": m.keypoints1, "scores": m.scores,
-        "size0": np.array(m.size0), "size1": np.array(m.size1),
+        "size0": np.array(m.size0, np.int64), "size1": np.array(m.size1, np.int64),
         "name0": np.array(m.name0), "name1": np.array(m.name1),
     }  # fmt: skip
     if m.details is not None:
-        arrays |= {k: v for k, v in vars(m.details).items() if v is not None}
-    return arrays
+        kinds = {"keep0": bool, "keep1": bool, "nmi0": np.float32, "nmi1": np.float32}
+        arrays |= {k: np.asarray(v, kinds[k]) for k, v in vars(m.details).items() if v is not None}
+    return arrays | {"count": np.array(len(m)), "checksum": np.array(checksum(arrays))}
 
 
-def _from_arrays(arrays: dict[str, Any]) -> Matches:
+def _check(m: Matches, arrays: Mapping[str, Any]) -> None:
+    """Against what the file says of itself."""
+    if "count" not in arrays and "checksum" not in arrays:
+        return  # written by an older version
+    count = int(arrays.get("count", -1))
+    if 0 <= count != len(m):
+        raise UserError(f"damaged: {len(m)} of its {count} matches are left")
+    if str(arrays.get("checksum")) != str(_to_arrays(m)["checksum"]):
+        raise UserError("damaged: what it holds is not what was written")
+
+
+def _from_arrays(arrays: Mapping[str, Any]) -> Matches:
     points = [np.asarray(arrays[k], dtype=np.float32).reshape(-1, 2) for k in ("keypoints0", "keypoints1")]
     scores = np.asarray(arrays["scores"], dtype=np.float32).reshape(-1)
-    if not len(points[0]) == len(points[1]) == len(scores):
-        raise ValueError("the lengths differ")
     sizes = [(int(arrays[k][0]), int(arrays[k][1])) for k in ("size0", "size1")]
     details = None
     if "keep0" in arrays:
@@ -204,40 +281,42 @@ def _from_arrays(arrays: dict[str, Any]) -> Matches:
 
 def _save_npz(path: Path, m: Matches) -> None:
     arrays: dict[str, Any] = _to_arrays(m)
-    np.savez_compressed(path, **arrays)
+    with path.open("wb") as file:  # NumPy would add to a name that ends in .NPZ
+        np.savez_compressed(file, **arrays)
 
 
-def _load_npz(path: Path) -> Matches:
+def _load_npz(path: Path) -> dict[str, Any]:
     with np.load(path, allow_pickle=False) as arrays:
-        return _from_arrays(dict(arrays))
+        return dict(arrays)
 
 
 def _save_json(path: Path, m: Matches) -> None:
     path.write_text(json.dumps({k: v.tolist() for k, v in _to_arrays(m).items()}), encoding="utf-8")
 
 
-def _load_json(path: Path) -> Matches:
-    return _from_arrays(json.loads(path.read_text(encoding="utf-8")))
+def _load_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _save_csv(path: Path, m: Matches) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         # The first line tells of the images, as a comment that csv readers can skip.
-        writer.writerow(["#", *m.size0, *m.size1, m.name0, m.name1])
+        seal = _to_arrays(replace(m, details=None))
+        writer.writerow(["#", *m.size0, *m.size1, m.name0, m.name1, seal["count"], seal["checksum"]])
         writer.writerow(["x0", "y0", "x1", "y1", "score"])
         table = np.concatenate([m.keypoints0, m.keypoints1, m.scores[:, None]], axis=1)
         writer.writerows([[repr(float(x)) for x in row] for row in table])
 
 
-def _load_csv(path: Path) -> Matches:
+def _load_csv(path: Path) -> dict[str, Any]:
     with path.open(newline="", encoding="utf-8") as file:
         head, _, *rows = csv.reader(file)
     table = np.array(rows, dtype=np.float32).reshape(-1, 5)
-    width0, height0, width1, height1 = map(int, head[1:5])
-    return Matches(
-        table[:, :2], table[:, 2:4], table[:, 4], (width0, height0), (width1, height1), head[5], head[6]
-    )
+    arrays = {"keypoints0": table[:, :2], "keypoints1": table[:, 2:4], "scores": table[:, 4]}
+    _, width0, height0, width1, height1, name0, name1, *seal = head
+    images = {"size0": (width0, height0), "size1": (width1, height1), "name0": name0, "name1": name1}
+    return arrays | images | dict(zip(("count", "checksum"), seal, strict=len(seal) > 0))
 
 
 def _save_h5(path: Path, m: Matches) -> None:
@@ -251,9 +330,8 @@ def _save_h5(path: Path, m: Matches) -> None:
                 file[key] = value
 
 
-def _load_h5(path: Path) -> Matches:
+def _load_h5(path: Path) -> dict[str, Any]:
     import h5py
 
     with h5py.File(path, "r") as file:
-        arrays = {k: v[()] for k, v in file.items() if isinstance(v, h5py.Dataset)}
-        return _from_arrays(arrays | dict(file.attrs))
+        return {k: v[()] for k, v in file.items() if isinstance(v, h5py.Dataset)} | dict(file.attrs)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import cv2
 import numpy as np
 
+from prism_match.geometry import spread_over
+
 GAP = 8  # pixels of white between two images
 # The paper's colours for the first to the last MPM: dark red, red, orange, yellow.
 LAYER_COLOURS = np.array([(122, 2, 12), (255, 13, 28), (255, 118, 37), (255, 254, 60)], dtype=np.float32)
@@ -31,7 +33,7 @@ def draw_matches(
     colours = red_to_green(values)
     at0 = (points0 + 0.5) * scale0 - 0.5
     at1 = (points1 + 0.5) * scale1 - 0.5 + [left.shape[1] + GAP, 0]
-    for n in spread(at0, most_lines):
+    for n in spread_over(at0, values, most_lines):
         cv2.line(canvas, fixed(at0[n]), fixed(at1[n]), colours[n], 1, cv2.LINE_AA, SHIFT)
     for at in (at0, at1):
         for point, colour in zip(at, colours, strict=True):
@@ -111,18 +113,6 @@ def side_by_side(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     canvas[: left.shape[0], : left.shape[1]] = left
     canvas[: right.shape[0], left.shape[1] + GAP :] = right
     return canvas
-
-
-def spread(points: np.ndarray, most: int) -> np.ndarray:
-    """Indices of at most `most` points, evenly over the image: one of each cell of an ever coarser grid."""
-    if len(points) <= most:
-        return np.arange(len(points))
-    cell = 4.0
-    while True:
-        _, first = np.unique((points // cell).astype(int), axis=0, return_index=True)
-        if len(first) <= most:
-            return np.sort(first)
-        cell *= 1.15
 
 
 def red_to_green(values: np.ndarray) -> list[tuple[int, int, int]]:

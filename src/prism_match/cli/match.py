@@ -22,6 +22,7 @@ from prism_match.cli.options import (
     make_matcher,
 )
 from prism_match.cli.output import busy, report, summary, write_results
+from prism_match.errors import UserError
 
 
 def match(
@@ -30,7 +31,10 @@ def match(
     out: OutOption = Path("prism-out"),
     size: SizeOption = None,
     threshold: ThresholdOption = None,
-    max_matches: Annotated[Optional[int], typer.Option(help="Keep only the most confident ones.")] = None,
+    max_matches: Annotated[
+        Optional[int],
+        typer.Option(help="Keep only so many, spread over the first photo: the surest there."),
+    ] = None,
     mask0: Annotated[
         Optional[Path], typer.Option(help="Image of the first one's size; look where not 0.")
     ] = None,
@@ -61,17 +65,17 @@ def match(
     from prism_match.files import writable_folder
     from prism_match.images import load_image, load_mask
 
-    # Before the model is loaded: what is wrong with a file should not take seconds to be told.
+    # Before the model is loaded: what is wrong should not take seconds to be told.
+    if max_matches is not None and max_matches < 1:
+        raise UserError(f"max_matches must be at least 1, not {max_matches}")
     first, second = load_image(image0), load_image(image1)
     region0 = None if mask0 is None else load_mask(mask0, first)
     region1 = None if mask1 is None else load_mask(mask1, second)
-    matcher = make_matcher(
-        weights, model_config, device, precision, size, threshold, max_matches, rotate, polish
-    )
+    matcher = make_matcher(weights, model_config, device, precision, size, threshold, None, rotate, polish)
     folder = writable_folder(out)
     with busy("matching"):
         start = time.perf_counter()
-        matches = matcher.match(first, second, region0, region1, details=True)
+        matches = matcher.match(first, second, region0, region1, details=True).filter(spread=max_matches)
         seconds = time.perf_counter() - start
     estimate = matches.estimate(geometry)
     files = write_results(matches, estimate, folder)

@@ -79,7 +79,8 @@ class Prism:
         if resizing.own_size and max(size) < max(image.size):
             return self.matcher.prepare(image, max(size))
         resized = Image(resize(image.pixels, *size), image.name)
-        return replace(self.matcher.prepare(resized, sys.maxsize), size=image.size)
+        prepared = replace(self.matcher.prepare(resized, sys.maxsize), size=image.size)
+        return prepared.masked(image.opaque)
 
     def extract(self, prepared: Sequence[Prepared]) -> list[ImageFeatures]:
         return self.matcher.extract_prepared(prepared)

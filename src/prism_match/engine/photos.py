@@ -46,7 +46,8 @@ class Photo:
             return Photo(file_digest(path), path, stamp)
         image = load_image(source)
         digest = hashlib.blake2b(f"{image.pixels.shape} {image.pixels.dtype}".encode(), digest_size=16)
-        digest.update(np.ascontiguousarray(image.pixels).data)
+        for part in (image.pixels, image.opaque):
+            digest.update(b"" if part is None else np.ascontiguousarray(part).data)
         return Photo(digest.hexdigest(), image)
 
     @property
@@ -57,7 +58,8 @@ class Photo:
         """That stays as it is, whatever happens to the memory it came from."""
         if isinstance(self.source, Path):
             return self
-        return Photo(self.digest, Image(self.source.pixels.copy(), self.source.name))
+        opaque = None if self.source.opaque is None else self.source.opaque.copy()
+        return Photo(self.digest, Image(self.source.pixels.copy(), self.source.name, opaque))
 
     def load(self) -> Image:
         """Raises UserError where it cannot be read, or is no longer what it was."""

@@ -94,7 +94,7 @@ class MatchStore(Mapping[Names, Matches]):
                 self._files[path] = h5py.File(path, "r")
             table = self._files[path][group_name("pairs", pair)][()]
             points0, points1, scores = np.split(table.reshape(-1, 5), [2, 4], axis=1)
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, KeyError, ValueError, RuntimeError) as error:
             raise UserError(f"{path}: damaged: the matches of {pair[0]} and {pair[1]} ({error})") from error
         size0, size1 = (self.images[name].size for name in pair)
         return Matches(points0, points1, scores[:, 0], size0, size1, *pair)
@@ -212,7 +212,7 @@ def is_store(path: Path) -> bool:
     try:
         with h5py.File(path, "r") as file:
             return "pairs" in file
-    except OSError:
+    except (OSError, RuntimeError, ValueError):
         return True
 
 

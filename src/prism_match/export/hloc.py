@@ -19,7 +19,7 @@ import numpy as np
 
 from prism_match.engine.store import MatchStore, Names, is_store
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, writable_folder
+from prism_match.files import atomic_path, reading, writable_folder
 from prism_match.maps.tracks import IndexedMatches, TrackOptions, share_keypoints
 from prism_match.matches import Matches
 
@@ -50,7 +50,7 @@ def write_features(path: Path, features: Mapping[str, HlocKeypoints]) -> None:
     with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
         for name, one in features.items():
             group = file.create_group(name)
-            group["keypoints"], group["scores"] = one.keypoints, one.scores
+            _put(group, keypoints=one.keypoints, scores=one.scores)
             group["keypoints"].attrs["uncertainty"] = 1.0  # pixels; hloc's triangulation asks for it
             if one.size is not None:
                 group["image_size"] = np.array(one.size)
@@ -66,7 +66,7 @@ def read_features(path: Path) -> dict[str, HlocKeypoints]:
             size = tuple(int(x) for x in group["image_size"][()]) if "image_size" in group else None
             found[name] = HlocKeypoints(points, scores, size)  # type: ignore[arg-type]
 
-    with _opened(path) as file:
+    with _opened(path) as file, reading(path, "a file of hloc's features"):
         file.visititems(visit)
     if not found:
         raise UserError(f"{path}: not a file of hloc's features (no key points in it)")
@@ -88,11 +88,16 @@ def write_matches(
             scores0 = np.zeros(counts[names[0]], np.float16)
             matches0[matches.index[:, 0]] = matches.index[:, 1]
             scores0[matches.index[:, 0]] = matches.scores
-            group["matches0"], group["matching_scores0"] = matches0, scores0
+            _put(group, matches0=matches0, matching_scores0=scores0)
         for names, points in dense:
             group = file.require_group(pair_key(*names))
-            group["keypoints0"], group["keypoints1"] = points.keypoints0, points.keypoints1
-            group["scores"] = points.scores
+            _put(group, keypoints0=points.keypoints0, keypoints1=points.keypoints1, scores=points.scores)
+
+
+def _put(group: h5py.Group, **arrays: np.ndarray) -> None:
+    """With checksums, which HDF5 looks at by itself whenever they are read."""
+    for name, array in arrays.items():
+        group.create_dataset(name, data=array, fletcher32=array.size > 0)
 
 
 def read_sparse_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, IndexedMatches]]:
@@ -100,16 +105,18 @@ def read_sparse_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Name
     for pair, group in _pairs(path, names):
         if "matches0" not in group:
             continue
-        matches0 = group["matches0"][()]
-        rows = np.flatnonzero(matches0 >= 0)
-        scores = np.asarray(group["matching_scores0"], np.float32)[rows]
+        with reading(path, "a file of hloc's matches"):
+            matches0 = group["matches0"][()]
+            rows = np.flatnonzero(matches0 >= 0)
+            scores = np.asarray(group["matching_scores0"], np.float32)[rows]
         yield pair, IndexedMatches(np.stack([rows, matches0[rows]], axis=1).astype(np.int64), scores)
 
 
 def read_dense_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, DenseMatches]]:
     for pair, group in _pairs(path, names):
         if "keypoints0" in group:
-            arrays = [np.asarray(group[k], np.float32) for k in ("keypoints0", "keypoints1", "scores")]
+            with reading(path, "a file of hloc's matches"):
+                arrays = [np.asarray(group[k], np.float32) for k in ("keypoints0", "keypoints1", "scores")]
             yield pair, DenseMatches(*arrays)
 
 
@@ -139,10 +146,8 @@ def _pairs(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, h5py.Group
 def _opened(path: Path) -> h5py.File:
     if not path.is_file():
         raise UserError(f"{path}: no such file")
-    try:
+    with reading(path, "an HDF5 file"):
         return h5py.File(path, "r")
-    except OSError as error:
-        raise UserError(f"{path}: not an HDF5 file") from error
 
 
 # ---- the command

@@ -1,4 +1,4 @@
-"""SADPA, Scale-Aware Dynamic Pruning Attention, and LoFTR's linear attention as an ablation."""
+"""SADPA, Scale-Aware Dynamic Pruning Attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism_match.model.position import RotaryEncoding
-from prism_match.model.pruning import Cells
+from prism_match.model.tokens import Cells
 
 
 class SADPA(nn.Module):
@@ -47,36 +47,6 @@ class SADPA(nn.Module):
 
     def turn(self, x: Tensor, centres: Tensor | None) -> Tensor:
         return x if self.rotary is None or centres is None else self.rotary(x, centres)
-
-
-class LinearAttention(SADPA):
-    """Ablation: LoFTR's linear attention over the kept cells takes the place of the pyramid."""
-
-    def __init__(self, dim: int, heads: int, levels: tuple[int, ...], rotary: bool):
-        super().__init__(dim, heads, levels=(1,), rotary=rotary)
-        self.key = nn.Linear(dim, dim)
-        self.level_of_cells = levels.index(1)
-
-    def messages(
-        self, tokens: Tensor, target: Tensor, source_cells: Cells, target_cells: Cells
-    ) -> list[Tensor]:
-        keys = target_cells.keys[self.level_of_cells]
-        context = keys.gather(target.flatten(1, 2))
-        query, key, value = (
-            split_heads(layer(x), self.heads).float()
-            for layer, x in ((self.query, tokens), (self.key, context), (self.convs[0], context))
-        )
-        # Sums over thousands of keys overflow half precision.
-        with torch.autocast(query.device.type, enabled=False):
-            query, key = F.elu(query) + 1, F.elu(key) + 1
-            if keys.mask is not None:
-                key = key * keys.mask[:, None, :, None]
-            norm = (query * key.sum(dim=2, keepdim=True)).sum(dim=-1, keepdim=True)
-            # Turned after the norm, which must stay positive.
-            query = self.turn(query, source_cells.query_centres)
-            key = self.turn(key, target_cells.key_centres[self.level_of_cells])
-            message = query @ (key.mT @ value) / (norm + 1e-6)
-        return [merge_heads(message)]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

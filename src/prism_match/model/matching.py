@@ -10,7 +10,12 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from prism_match.config import ModelConfig
+from prism_match.model.mpm import LayerState
+from prism_match.model.tokens import map_extent
 
 # Entries of the similarity matrix held at a time when matches are extracted: 64 MiB of float32.
 CHUNK = 2**24
@@ -21,6 +26,32 @@ def similarity(tokens0: Tensor, tokens1: Tensor, temperature: float) -> Tensor:
     with torch.autocast(tokens0.device.type, enabled=False):
         scale = 1 / math.sqrt(tokens0.shape[-1] * temperature)
         return (tokens0.float() * scale) @ (tokens1.float() * scale).mT
+
+
+def coarse_matches(
+    last: LayerState, valid0: Tensor, valid1: Tensor, config: ModelConfig, theta_c: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """M_c: cells i of A, cells j of B, the pair k they belong to, confidence; each m."""
+    inner0, inner1 = (away_from_border(v, config.border).flatten(1) for v in (valid0, valid1))
+    assert last.keep0 is not None and last.keep1 is not None  # they are None only while training
+    found = []
+    for k in range(last.keep0.shape[0]):
+        kept0, kept1 = (keep[k].flatten().nonzero().squeeze(1) for keep in (last.keep0, last.keep1))
+        log_nmi0 = log_nmi1 = None
+        if config.weighted_softmax and last.logit0 is not None and last.logit1 is not None:
+            log_nmi0 = F.logsigmoid(last.logit0[k].flatten()[kept0])
+            log_nmi1 = F.logsigmoid(last.logit1[k].flatten()[kept1])
+        i, j, confidence = mutual_matches(
+            last.coarse0[k].flatten(0, 1)[kept0],
+            last.coarse1[k].flatten(0, 1)[kept1],
+            log_nmi0, log_nmi1, config.temperature, theta_c,
+        )  # fmt: skip
+        i, j = kept0[i], kept1[j]
+        inner = inner0[k, i] & inner1[k, j]
+        i, j, confidence = i[inner], j[inner], confidence[inner]
+        found.append((i, j, torch.full_like(i, k), confidence))
+    i, j, batch, confidence = (torch.cat(column) for column in zip(*found, strict=True))
+    return i, j, batch, confidence
 
 
 def mutual_matches(
@@ -72,3 +103,12 @@ def mutual_matches(
     i = torch.arange(n, device=tokens0.device)
     found = (column_arg[partner] == i) & (confidence > theta_c)
     return i[found], partner[found], confidence[found]
+
+
+def away_from_border(valid: Tensor, border: int) -> Tensor:
+    """valid: b h w. Returns b h w: cells at least `border` cells away from the image's edges."""
+    height, width = valid.shape[1:]
+    y = torch.arange(height, device=valid.device)[:, None]
+    x = torch.arange(width, device=valid.device)
+    rows, columns = map_extent(valid)[:, :, None, None].unbind(dim=1)
+    return valid & (y >= border) & (x >= border) & (y < rows - border) & (x < columns - border)

@@ -1,4 +1,4 @@
-"""Where a cell is: rotary encoding with learned frequencies, and LoFTR's absolute one (ablation)."""
+"""Where a cell is: rotary encoding with learned frequencies."""
 
 from __future__ import annotations
 
@@ -43,12 +43,3 @@ class RotaryEncoding(nn.Module):
         first, second = x.chunk(2, dim=-1)
         # R(-theta) on both sides leaves R(theta_i - theta_j) in the product, as the paper has it.
         return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
-
-
-def absolute_encoding(dim: int, height: int, width: int, device: torch.device) -> Tensor:
-    """h w dim: sines and cosines of the row and column numbers, added to the coarse features."""
-    frequency = torch.exp(torch.arange(dim // 4, device=device) * (-math.log(10000.0) / (dim // 4)))
-    y = torch.arange(1, height + 1, device=device)[:, None] * frequency  # h dim/4
-    x = torch.arange(1, width + 1, device=device)[:, None] * frequency
-    x, y = x[None].expand(height, -1, -1), y[:, None].expand(-1, width, -1)
-    return torch.stack([x.sin(), x.cos(), y.sin(), y.cos()], dim=-1).flatten(2)

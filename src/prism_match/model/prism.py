@@ -1,4 +1,8 @@
-"""PRISM, Algorithm 1 of the paper from top to bottom. Read `PRISM.match` first."""
+"""PRISM, Algorithm 1 of the paper from top to bottom. Read `PRISM.match` first.
+
+The parts, in the order of the algorithm: `backbone`; `mpm`, made of `attention` (with `position`) and
+`pruning` over the cells that `tokens` gathers; `matching`; `refinement`. Beside them, `ablations`.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prism_match.config import ModelConfig
-from prism_match.model.attention import SADPA, LinearAttention
+from prism_match.model.ablations import absolute_encoding
 from prism_match.model.backbone import ResNetFPN
-from prism_match.model.matching import mutual_matches
-from prism_match.model.position import absolute_encoding
-from prism_match.model.pruning import Cells, CosinePruning, PatchPruning, map_extent
+from prism_match.model.matching import coarse_matches
+from prism_match.model.mpm import MPM, LayerState
 from prism_match.model.refinement import Refinement, expectation
 
 CELL = 8  # image pixels along the side of a coarse cell
@@ -33,18 +36,6 @@ class Features:
     coarse: Tensor  # b h/8 w/8 c
     fine: Tensor  # b c h/2 w/2
     valid: Tensor  # b h/8 w/8, bool: False where the image is padding
-
-
-@dataclass(frozen=True)
-class LayerState:
-    """The pair after one MPM: features F_l, NMI (before the sigmoid) and pruning masks M_l."""
-
-    coarse0: Tensor  # b h w c
-    coarse1: Tensor
-    keep0: Tensor | None  # b h w, bool; None while training without masks
-    keep1: Tensor | None
-    logit0: Tensor | None = None  # b h w, float32, -inf where it was not estimated
-    logit1: Tensor | None = None  # None where the MPM does not prune
 
 
 @dataclass(frozen=True)
@@ -87,10 +78,11 @@ class PRISM(nn.Module):
         keep: b h/8 w/8, cells to look at from the start (M_0); None = all."""
         mask0 = a.valid if keep0 is None else a.valid & keep0
         mask1 = b.valid if keep1 is None else b.valid & keep1
+        theta_c = self.config.theta_c if theta_c is None else theta_c
         with sdpa_kernel(ATTENTION_KERNELS):
             layers = self.transform(a, b, mask0, mask1)
-            i, j, k, confidence = self.coarse_matches(layers[-1], a.valid, b.valid, theta_c)
             last = layers[-1]
+            i, j, k, confidence = coarse_matches(last, a.valid, b.valid, self.config, theta_c)
             parts = zip(*(x.split(REFINED_AT_ONCE) for x in (k, i, j)), strict=True)
             heat = [self.refinement(a.fine, b.fine, last.coarse0, last.coarse1, part) for part in parts]
             offset, std = expectation(torch.cat(heat))
@@ -138,32 +130,7 @@ class PRISM(nn.Module):
             layers.append(state)
         return layers
 
-    def coarse_matches(
-        self, last: LayerState, valid0: Tensor, valid1: Tensor, theta_c: float | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """M_c: cells i of A, cells j of B, the pair k they belong to, confidence; each m."""
-        c = self.config
-        inner0, inner1 = (away_from_border(v, c.border).flatten(1) for v in (valid0, valid1))
-        assert last.keep0 is not None and last.keep1 is not None  # they are None only while training
-        found = []
-        for k in range(last.keep0.shape[0]):
-            kept0, kept1 = (keep[k].flatten().nonzero().squeeze(1) for keep in (last.keep0, last.keep1))
-            log_nmi0 = log_nmi1 = None
-            if c.weighted_softmax and last.logit0 is not None and last.logit1 is not None:
-                log_nmi0 = F.logsigmoid(last.logit0[k].flatten()[kept0])
-                log_nmi1 = F.logsigmoid(last.logit1[k].flatten()[kept1])
-            i, j, confidence = mutual_matches(
-                last.coarse0[k].flatten(0, 1)[kept0],
-                last.coarse1[k].flatten(0, 1)[kept1],
-                log_nmi0, log_nmi1, c.temperature, c.theta_c if theta_c is None else theta_c,
-            )  # fmt: skip
-            i, j = kept0[i], kept1[j]
-            inner = inner0[k, i] & inner1[k, j]
-            i, j, confidence = i[inner], j[inner], confidence[inner]
-            found.append((i, j, torch.full_like(i, k), confidence))
-        i, j, batch, confidence = (torch.cat(column) for column in zip(*found, strict=True))
-        return i, j, batch, confidence
-
+    @torch.no_grad()  # as programs that call it forget to: gradients take several times the memory
     def forward(self, data: dict[str, Tensor]) -> dict[str, Tensor]:
         """kornia's LoFTR convention. In: image0, image1 (b 1|3 h w in [0, 1]), optionally mask0,
         mask1 (b h w, 0 = padding). Out: keypoints0, keypoints1 (m 2), confidence (m), batch_indexes."""
@@ -178,62 +145,6 @@ class PRISM(nn.Module):
         }
 
 
-class MPM(nn.Module):
-    """Multi-scale Pruning Module: self SADPA, cross SADPA, Patch Pruning; the same for both images."""
-
-    def __init__(self, config: ModelConfig, last: bool):
-        super().__init__()
-        c = config
-        self.levels, self.theta_p = c.levels, c.theta_p
-        attention = SADPA if c.attention == "sadpa" else LinearAttention
-        rotary = c.position == "rotary"
-        self.self_attention = attention(c.coarse_dim, c.heads, c.levels, rotary=rotary)
-        self.cross_attention = attention(c.coarse_dim, c.heads, c.levels, rotary=False)
-        prunes = c.pruning == "every" or (c.pruning == "last" and last)
-        estimator = PatchPruning(c.coarse_dim) if c.estimator == "nmi" else CosinePruning()
-        self.pruning = estimator if prunes else None
-
-    def forward(
-        self,
-        state: LayerState,
-        valid0: Tensor,
-        valid1: Tensor,
-        protect: tuple[Tensor, Tensor] | None,
-        prune: bool = True,
-    ) -> LayerState:
-        gather = not self.training
-        cells0 = Cells.of(state.keep0, valid0, self.levels, gather)
-        cells1 = Cells.of(state.keep1, valid1, self.levels, gather)
-        f0 = self.self_attention(state.coarse0, state.coarse0, cells0, cells0)
-        f1 = self.self_attention(state.coarse1, state.coarse1, cells1, cells1)
-        f0, f1 = (
-            self.cross_attention(f0, f1, cells0, cells1),
-            self.cross_attention(f1, f0, cells1, cells0),
-        )
-        if self.pruning is None:
-            return LayerState(f0, f1, state.keep0, state.keep1)
-        logit0, logit1 = self.estimate(f0, f1, cells0, cells1), self.estimate(f1, f0, cells1, cells0)
-        if not prune:
-            return LayerState(f0, f1, state.keep0, state.keep1, logit0, logit1)
-        assert state.keep0 is not None and state.keep1 is not None
-        keep0 = state.keep0 & (logit0.sigmoid() >= self.theta_p)
-        keep1 = state.keep1 & (logit1.sigmoid() >= self.theta_p)
-        if protect is not None:
-            keep0, keep1 = keep0 | protect[0], keep1 | protect[1]
-        return LayerState(f0, f1, keep0, keep1, logit0, logit1)
-
-    def estimate(self, features: Tensor, other: Tensor, cells: Cells, other_cells: Cells) -> Tensor:
-        """b h w: the NMI of each cell that is still kept, before the sigmoid."""
-        assert self.pruning is not None
-        tokens = cells.queries.gather(features.flatten(1, 2))
-        others = other_cells.queries.gather(other.flatten(1, 2))
-        logit = self.pruning(tokens, others, other_cells.queries.mask)
-        if cells.queries.index is not None:
-            nowhere = torch.full(features.shape[:3], -torch.inf, device=features.device)
-            logit = cells.queries.scatter(nowhere.flatten(1)[..., None], logit[..., None])
-        return logit.view(features.shape[:3])
-
-
 def to_gray(image: Tensor) -> Tensor:
     """b 1|3 h w -> b 1 h w."""
     if image.shape[1] == 1:
@@ -245,12 +156,3 @@ def to_gray(image: Tensor) -> Tensor:
 def cell_centre(index: Tensor, columns: int) -> Tensor:
     """index: m, in a map of that many columns. Returns m 2: the pixel (x, y) of the cell's centre."""
     return torch.stack([index % columns, index // columns], dim=1) * float(CELL) + (CELL - 1) / 2
-
-
-def away_from_border(valid: Tensor, border: int) -> Tensor:
-    """valid: b h w. Returns b h w: cells at least `border` cells away from the image's edges."""
-    height, width = valid.shape[1:]
-    y = torch.arange(height, device=valid.device)[:, None]
-    x = torch.arange(width, device=valid.device)
-    rows, columns = map_extent(valid)[:, :, None, None].unbind(dim=1)
-    return valid & (y >= border) & (x >= border) & (y < rows - border) & (x < columns - border)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism_match.model.attention import SADPA
-from prism_match.model.pruning import WHOLE, Cells
+from prism_match.model.tokens import WHOLE, Cells
 
 FINE_PER_CELL = 4  # fine pixels along the side of a coarse cell
 FINE_PIXEL = 2  # image pixels along the side of a fine pixel

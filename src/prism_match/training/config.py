@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from prism_match.training.step import LossConfig
 
 @dataclass(frozen=True)
 class Phase:
-    """From this share of the budget on: pairs of `size` x `size` pixels, `batch` of them per update."""
+    """From this share of the budget on: pairs of `size` x `size` pixels, `batch` of them per update. Phases
+    of one start take turns at random, so that sizes are mixed within a run."""
 
     start: float
     size: int
@@ -34,9 +36,11 @@ class TrainConfig:
     phases: tuple[Phase, ...] = (Phase(0.0, 832, 24),)
     prune_from: float = 0.0  # share of the budget after which attention leaves pruned cells out
 
-    # AdamW, linear warm-up, cosine decay to `final_lr` times the rate.
+    # AdamW, linear warm-up, a constant rate, and over the last `decay` of the budget a cosine down to
+    # `final_lr` times the rate.
     lr: float = 8e-4
     final_lr: float = 0.01
+    decay: float = 1.0
     warmup: int = 1000  # updates
     weight_decay: float = 0.1
     clip: float = 1.0  # norm of the gradient
@@ -72,6 +76,8 @@ class TrainConfig:
                 raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
         if self.shard_mib is not None and not 0.5 <= self.shard_mib < math.inf:
             raise ValueError(f"shard_mib must be at least 0.5, not {self.shard_mib}")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay must be above 0 and at most 1, not {self.decay}")
         if not 0 <= self.ema < 1:
             raise ValueError(f"ema must be at least 0 and below 1, not {self.ema}")
 
@@ -81,8 +87,10 @@ class TrainConfig:
         except ValueError as error:
             raise UserError(str(error)) from error
 
-    def phase(self, progress: float) -> Phase:
-        return [p for p in self.phases if p.start <= progress][-1]
+    def phase(self, progress: float, step: int) -> Phase:
+        """That of an update, which is the same however often it is asked for."""
+        begun = [p for p in self.phases if p.start <= progress]
+        return random.Random(step).choice([p for p in begun if p.start == begun[-1].start])
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -96,7 +104,7 @@ class TrainConfig:
 
 # "paper": what PRISM and, where it is silent, LoFTR used. "quick": 20 to 30 minutes on one GPU from nothing.
 PRESETS: dict[str, TrainConfig] = {
-    "paper": TrainConfig(),
+    "paper": TrainConfig(loss=LossConfig(fine="paper")),
     "quick": TrainConfig(
         loss=LossConfig(refine=128, deep=0.5, heat=1.0, rough=0.1, fewest=16),
         minutes=24.0,

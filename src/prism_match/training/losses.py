@@ -8,16 +8,21 @@ different scales, which has few matches, counts as much as an easy one. Nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from prism_match.model.matching import similarity
-from prism_match.model.prism import LayerState
+from prism_match.model.mpm import LayerState
+from prism_match.model.prism import cell_centre
 from prism_match.model.refinement import FINE_PIXEL
 from prism_match.training.supervision import CoarseTruth
+
+FineLoss = Literal["paper", "loftr"]
+SHARPEST = 0.1  # pixels: the paper's L_f divides by the variance, and that of a heat map may be 0
 
 
 def coarse_loss(
@@ -99,13 +104,19 @@ class Sampled:
 
 
 def sample_matches(
-    truth: CoarseTruth, keys: Tensor, count: int, reach: float, weight: Tensor | None = None
+    truth: CoarseTruth,
+    keys: Tensor,
+    count: int,
+    reach: float,
+    weight: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> Sampled:
-    """The matches that refinement trains on: those with the largest random `keys` (b n0, in [0, 1)). `weight`
-    (b): of each pair; None = 1."""
+    """The matches that refinement trains on: those with the largest random `keys` (b n0, in [0, 1)), but
+    those of the cells in `first` (b n0, bool) before any other. `weight` (b): of each pair; None = 1."""
     b, n = truth.match0.shape
     near = truth.offset0.abs().amax(dim=-1) <= reach
-    order = torch.where((truth.match0 >= 0) & near, keys + 1, keys)
+    good = (truth.match0 >= 0) & near
+    order = keys + good if first is None else keys + good + (good & first)
     top, cell0 = order.topk(min(count, n), dim=1)  # b k
     cell1 = truth.match0.gather(1, cell0).clamp(min=0)
     batch = torch.arange(b, device=keys.device)[:, None].expand_as(cell0)
@@ -114,14 +125,39 @@ def sample_matches(
     return Sampled(batch.flatten(), cell0.flatten(), cell1.flatten(), target, top >= 1, weight)
 
 
-def refinement_loss(offset: Tensor, std: Tensor, sampled: Sampled, reach: float, fewest: int = 1) -> Tensor:
-    """L_f: squared distance to the target in units of the window's `reach`, weighted by the certainty.
+def own_matches(
+    truth: CoarseTruth, found: tuple[Tensor, Tensor, Tensor], columns: int, reach: float
+) -> tuple[CoarseTruth, Tensor]:
+    """The matches that the paper refines are the model's own. found: its cells of A, of B (in a map of so
+    many columns) and their pairs, each m. Returns the truth with these in the place of the true ones where
+    the true point is within `reach` of them, and where that is (b n0, bool)."""
+    i, j, pair = found
+    own = torch.full_like(truth.match0, -1)
+    own[pair, i] = j
+    true_at, own_at = (
+        cell_centre(x.clamp(min=0).flatten(), columns).view_as(truth.offset0) for x in (truth.match0, own)
+    )
+    offset = truth.offset0 + true_at - own_at
+    near = (own >= 0) & (truth.match0 >= 0) & (offset.abs().amax(dim=-1) <= reach)
+    match, offset = torch.where(near, own, truth.match0), torch.where(near[..., None], offset, truth.offset0)
+    return replace(truth, match0=match, offset0=offset), near
 
-    offset: b*k 2 and std: b*k in pixels, from the refinement. As in LoFTR, the weights are the inverse
-    standard deviations over their mean, and no gradient flows into them: the network must not lower the
-    loss by being unsure."""
+
+def refinement_loss(
+    offset: Tensor, std: Tensor, sampled: Sampled, reach: float, fewest: int = 1, form: FineLoss = "loftr"
+) -> Tensor:
+    """L_f: distance to the target in units of the window's `reach`, weighted by the certainty.
+
+    offset: b*k 2 and std: b*k in pixels, from the refinement. The paper's form is the distance over the
+    variance; that of LoFTR's code is the squared distance, weighted by the inverse standard deviations over
+    their mean. In both no gradient flows into the weights: the network must not lower the loss by being
+    unsure."""
     b, k = sampled.usable.shape
     square = ((offset.view(b, k, 2) - sampled.target) / reach).square().sum(dim=-1)
+    if form == "paper":
+        variance = (std.detach().view(b, k).clamp(min=SHARPEST) / reach).square()
+        distance = (square + 1e-12).sqrt()  # which has a gradient at 0, too
+        return _pair_mean(distance / variance, sampled.usable, fewest, sampled.weight)
     certainty = torch.where(sampled.usable, 1 / std.detach().view(b, k).clamp(min=1e-3), 0.0)
     count = sampled.usable.sum(dim=1, keepdim=True).clamp(min=1)
     weight = certainty / (certainty.sum(dim=1, keepdim=True) / count).clamp(min=1e-6)

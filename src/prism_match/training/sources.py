@@ -66,10 +66,11 @@ def _open(options: SourceOptions, device: torch.device) -> dict[str, list[PairSo
 
             kinds["worlds"] = [Worlds(store, device, compile=options.compile)]
     if options.colmap:
-        from prism_match.training.data.colmap import ColmapPairs
+        from prism_match.training.data.colmap import Collection, ColmapPairs
 
         require(options.colmap)
-        kinds["colmap"] = [ColmapPairs(m, *colmap_folders(m), device) for m in options.colmap]
+        collections = [Collection(m, *colmap_folders(m)) for m in options.colmap]
+        kinds["colmap"] = [ColmapPairs(collections, device)]
     if options.megadepth is not None:
         from prism_match.training.data.megadepth import MegaDepthPairs
 

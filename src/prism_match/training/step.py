@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
-from prism_match.model.prism import PRISM, Features, LayerState
+from prism_match.model.matching import coarse_matches
+from prism_match.model.mpm import LayerState
+from prism_match.model.prism import PRISM, Features
 from prism_match.model.refinement import FINE_PIXEL, expectation
 from prism_match.training.losses import (
+    FineLoss,
     Sampled,
     coarse_loss,
     heat_loss,
     match_accuracy,
+    own_matches,
     pruning_loss,
     pruning_metrics,
     refinement_error,
@@ -29,7 +34,8 @@ METRICS = ("loss", "coarse", "fine", "pruning", "accuracy", "error_px", "kept", 
 
 @dataclass(frozen=True)
 class LossConfig:
-    refine: int = 128  # true matches of each pair that train the refinement
+    refine: int = 128  # matches of each pair that train the refinement
+    fine: FineLoss = "loftr"  # L_f as in LoFTR's code, or as the paper writes it
     deep: float = 0.0  # weight of the matching loss after every MPM but the last (deep supervision)
     heat: float = 0.0  # weight of the cross-entropy of the refinement's heat maps
     rough: float = (
@@ -41,6 +47,8 @@ class LossConfig:
         for name, least in (("refine", 1), ("fewest", 1), ("deep", 0), ("heat", 0), ("rough", 0)):
             if not least <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.fine not in get_args(FineLoss):
+            raise ValueError(f"fine must be one of {', '.join(get_args(FineLoss))}, not {self.fine!r}")
 
 
 @dataclass(frozen=True)
@@ -77,9 +85,10 @@ class TrainingStep(nn.Module):
             mask0, mask1 = (a.valid, b.valid) if prune or padded else (None, None)
             layers = self.model.transform(a, b, mask0, mask1, protect, prune)
             weight = None if batch.rough is None else torch.where(batch.rough, self.config.rough, 1.0)
-            sampled = sample_matches(truth, work.keys, self.config.refine, self.reach, weight)
-            match = (sampled.batch, sampled.cell0, sampled.cell1)
             last = layers[-1]
+            refined, first = self.own_matches(last, a, b, truth)
+            sampled = sample_matches(refined, work.keys, self.config.refine, self.reach, weight, first)
+            match = (sampled.batch, sampled.cell0, sampled.cell1)
             log_heat = self.model.refinement(a.fine, b.fine, last.coarse0, last.coarse1, match)
         return self.losses(layers, truth, log_heat, sampled)
 
@@ -87,6 +96,19 @@ class TrainingStep(nn.Module):
     def reach(self) -> float:
         """How far from a cell's centre the refinement can move a match, in pixels."""
         return float(self.model.config.window // 2 * FINE_PIXEL)
+
+    @torch.no_grad()
+    def own_matches(
+        self, last: LayerState, a: Features, b: Features, truth: CoarseTruth
+    ) -> tuple[CoarseTruth, Tensor | None]:
+        """The matches to refine and which of them come first. LoFTR's form takes true ones; the paper's takes
+        M_f, the model's own, which waits for the device; true ones only fill up while these are too few."""
+        if self.config.fine == "loftr":
+            return truth, None
+        state = replace(last, keep0=a.valid, keep1=b.valid) if last.keep0 is None else last
+        c = self.model.config
+        i, j, pair, _ = coarse_matches(state, a.valid, b.valid, c, c.theta_c)
+        return own_matches(truth, (i, j, pair), b.valid.shape[2], self.reach)
 
     def extract(self, batch: PairBatch) -> tuple[Features, Features]:
         """Both images in one pass of the backbone: its batch norms see what they will see when matching."""
@@ -105,7 +127,7 @@ class TrainingStep(nn.Module):
         c, m = self.config, self.model.config
         offset, std = expectation(log_heat)
         matching, order = coarse_loss(layers[-1], truth, m.temperature, m.weighted_softmax, c.fewest)
-        fine = refinement_loss(offset, std, sampled, self.reach, c.fewest)
+        fine = refinement_loss(offset, std, sampled, self.reach, c.fewest, c.fine)
         pruning = pruning_loss(layers, truth)
         loss = matching + fine + pruning
         if c.deep > 0 and len(layers) > 1:

@@ -142,7 +142,7 @@ class Trainer:
 
     def _order(self, feed: Feed, step: int) -> None:
         """Has the part of update `step` made that belongs to this process."""
-        phase, c = self.config.phase(min(self.progress(step), 1.0)), self.config
+        phase, c = self.config.phase(min(self.progress(step), 1.0), step), self.config
         pieces = c.accumulate * self.world.size
         mine = range(self.world.rank * c.accumulate, (self.world.rank + 1) * c.accumulate)
         feed.order(step, mine, phase.batch // pieces, phase.size)
@@ -215,7 +215,7 @@ class Trainer:
         count = max(count, 1.0)
         seconds = self.elapsed - self.last.get("seconds", 0.0)
         speed = (self.pairs - self.last.get("pairs", 0)) / max(seconds, 1e-6)
-        phase = self.config.phase(min(self.progress(self.step - 1), 1.0))
+        phase = self.config.phase(min(self.progress(self.step - 1), 1.0), self.step - 1)
         self.last = {
             "step": self.step, "seconds": round(self.elapsed, 2), "pairs": self.pairs, "size": phase.size,
             "pairs_per_s": round(speed, 2), "lr": self.optimizer.param_groups[0]["lr"],
@@ -377,9 +377,10 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(config: TrainConfig, step: int, progress: float) -> float:
-    """Linear warm-up over the first updates times a cosine over the budget."""
+    """Linear warm-up over the first updates times a cosine over the last part of the budget."""
     warm = min(1.0, (step + 1) / max(config.warmup, 1))
-    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    falling = (progress - (1 - config.decay)) / config.decay
+    cosine = 0.5 * (1 + math.cos(math.pi * min(max(falling, 0.0), 1.0)))
     return config.lr * warm * (config.final_lr + (1 - config.final_lr) * cosine)
 
 

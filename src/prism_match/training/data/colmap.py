@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -65,20 +67,33 @@ MIP_LEVELS = 4
 CONFIRMED = 0.3
 
 
+@dataclass(frozen=True)
+class Collection:
+    """Where a posed photo collection lies."""
+
+    model: Path
+    images: Path
+    depth: Path
+
+    @property
+    def name(self) -> str:
+        folder = self.model.resolve()
+        return next(p.name for p in (folder, *folder.parents) if p.name not in ("sparse", "0"))
+
+
 class ColmapPairs:
-    """Pairs from a posed photo collection with depth maps, all of it in the memory of one device.
+    """Pairs from posed photo collections with depth maps, all of it in the memory of one device.
 
     A pair is two square crops, each around the same point of the scene, of different size and position.
-    Sampling is a handful of batched operations on the device: no file is read, nothing is waited for.
+    Sampling is a handful of batched operations on the device: no file is read, nothing is waited for, and
+    twenty collections cost no more than one. A collection's share grows with the root of its photos: a
+    small one is seen less often than a large one, but not so much less that it teaches nothing.
     """
 
     def __init__(
         self,
-        model_dir: Path | str,
-        image_dir: Path | str,
-        depth_dir: Path | str,
+        collections: Sequence[Collection],
         device: torch.device | str = "cpu",
-        name: str | None = None,
         tolerance: float = 0.03,
         smallest_crop: float = 0.35,
         photometric: bool = True,
@@ -88,45 +103,47 @@ class ColmapPairs:
         `smallest_crop`: side of the smallest crop as a share of the image's shorter side.
         `photometric`: photos of different days, but few of them, so each is changed as the others are.
         """
-        model, image_dir, depth_dir = read_model(model_dir), Path(image_dir), Path(depth_dir)
-        folder = Path(model_dir).resolve()
-        self.name = name or next(p.name for p in (folder, *folder.parents) if p.name not in ("sparse", "0"))
+        self.name = collections[0].name if len(collections) == 1 else "collections"
         self.device = torch.device(device)
         self.tolerance, self.smallest_crop, self.photometric = tolerance, smallest_crop, photometric
-        names = [v.name for v in model.views]
-        require_files(image_dir, names, "images of the model are missing")
-        hint = f"no depth maps (run `prism data depth {model_dir}`)"
-        require_files(depth_dir, [f"{n}.h5" for n in names], hint)
-        views = self._fill_bank(model.views, image_dir, depth_dir)
-        self._choose_pairs(model, views)
+        models = [read_model(c.model) for c in collections]
+        loaded = [self._load(c, m) for c, m in zip(collections, models, strict=True)]
+        self._fill_bank([photo for scene in loaded for photo in scene])
+        self._choose_pairs(models, [[photo.view for photo in scene] for scene in loaded])
 
-    def _fill_bank(self, every: tuple[PosedView, ...], image_dir: Path, depth_dir: Path) -> list[PosedView]:
-        """Loads photos and depth maps; returns their views, without those that are broken, which it names."""
-        views, photos, depths = [], [], []
-        for view in every:
+    def _load(self, collection: Collection, model: Model) -> list[_Photo]:
+        """The photos of a collection with their depth maps, without those that are broken, which it names."""
+        images, names = collection.images, [v.name for v in model.views]
+        require_files(images, names, "images of the model are missing")
+        hint = f"no depth maps (run `prism data depth {collection.model}`)"
+        require_files(collection.depth, [f"{n}.h5" for n in names], hint)
+        photos = []
+        for view in model.views:
             try:
                 if not np.isfinite(view.T).all():
-                    raise ValueError(f"{image_dir / view.name}: its pose is not finite")
-                path = depth_path(depth_dir, view.name)
-                photo, depth = load_photo(view, image_dir), read_depth(path)
+                    raise ValueError(f"{images / view.name}: its pose is not finite")
+                path = depth_path(collection.depth, view.name)
+                photo, depth = load_photo(view, images), read_depth(path)
                 require_fit(path, depth, photo)
             except ValueError as e:
                 log.warning("skipped: %s", e)
                 continue
-            views.append(view)
-            photos.append(photo)
-            depths.append(depth)
-        if len(views) < 2:
-            raise ValueError(f"{image_dir}: fewer than two photos of the model can be used")
-        side = _round_up(max(max(p.shape) for p in photos), 2 ** (MIP_LEVELS - 1))
+            photos.append(_Photo(view, photo, depth))
+        if len(photos) < 2:
+            raise ValueError(f"{images}: fewer than two photos of the model can be used")
+        return photos
+
+    def _fill_bank(self, photos: list[_Photo]) -> None:
+        side = _round_up(max(max(p.gray.shape) for p in photos), 2 ** (MIP_LEVELS - 1))
         # Edges are repeated into the padding so that no dark seam bleeds into the smaller levels.
-        bank = np.stack([np.pad(p, [(0, side - n) for n in p.shape], mode="edge") for p in photos])
+        bank = np.stack([np.pad(p.gray, [(0, side - n) for n in p.gray.shape], mode="edge") for p in photos])
         self._mips = _mip_levels(torch.from_numpy(bank).to(self.device))
-        side = max(max(d.shape) for d in depths)
-        bank = np.stack([np.pad(d, [(0, side - n) for n in d.shape]) for d in depths])
+        side = max(max(p.depth.shape) for p in photos)
+        bank = np.stack([np.pad(p.depth, [(0, side - n) for n in p.depth.shape]) for p in photos])
         self._depth = torch.from_numpy(bank).to(self.device)
+        views = [p.view for p in photos]
         sizes = np.array([(v.width, v.height) for v in views], float)
-        scale = np.array([d.shape[::-1] for d in depths]) / sizes
+        scale = np.array([p.depth.shape[::-1] for p in photos]) / sizes
         K = [scale_intrinsics(v.K, *s) for v, s in zip(views, scale, strict=True)]
         self._size = self._tensor(sizes)  # v 2: width and height in pixels of the photo
         self._depth_scale = self._tensor(scale)  # v 2: pixels of the depth map per pixel of the photo
@@ -134,26 +151,38 @@ class ColmapPairs:
         # v 4 4, double: a product of poses must not lose digits to TF32
         self._T = torch.from_numpy(np.stack([v.T for v in views])).to(self.device)
         self._T_inverse = torch.from_numpy(np.stack([np.linalg.inv(v.T) for v in views])).to(self.device)
-        return views
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.asarray(array, np.float32)).to(self.device)
 
-    def _choose_pairs(self, model: Model, views: list[PosedView]) -> None:
-        """Pairs that share points, with weights that spread them over overlap and scale ratio."""
+    def _choose_pairs(self, models: list[Model], scenes: list[list[PosedView]]) -> None:
+        """Pairs that share points, with weights that spread them over scenes, overlap and scale ratio."""
+        found, weights, start = [], [], 0
+        for model, views in zip(models, scenes, strict=True):
+            measured = self._pairs_of(model, views, start)
+            found.append(measured)
+            weights.append(spread_weights(measured[1], measured[2]) * len(views) ** 0.5)
+            start += len(views)
+        # n each: numbers of the two views, overlap and scale ratio (for reports), anchors, extent
+        self._pairs, self.overlap, self.ratio, self._anchors, self._extent = (
+            torch.cat(x) for x in zip(*found, strict=True)
+        )
+        weight = torch.cat(weights)
+        self._cumulative = (weight / weight.sum()).cumsum(0)
+
+    def _pairs_of(self, model: Model, views: list[PosedView], start: int) -> tuple[Tensor, ...]:
+        """Of one scene, whose views are numbered from `start`."""
         rows = {id(v): i for i, v in enumerate(model.views)}
         counts = np.stack([model.shared_counts(rows[id(v)]) for v in views])
         counts = counts[:, [rows[id(v)] for v in views]]
-        first, second = np.nonzero(np.triu(counts >= 8, 1))
-        pairs = torch.from_numpy(np.stack([first, second], axis=1)).to(self.device)
-        measured = [self._measure(*some.unbind(1)) for some in pairs.split(64)] if len(pairs) else []
+        pairs = np.stack(np.nonzero(np.triu(counts >= 8, 1)), axis=1) + start
+        numbers = torch.from_numpy(pairs).to(self.device)
+        measured = [self._measure(*some.unbind(1)) for some in numbers.split(64)] if len(numbers) else []
         if not any((m[0] >= OVERLAP_BINS[0]).any() for m in measured):
             raise ValueError(f"{model.path}: no two images overlap, so no pairs can be made of it")
-        overlap, ratio, anchors, extent = (torch.cat(x) for x in zip(*measured, strict=True))
+        overlap, *others = (torch.cat(x) for x in zip(*measured, strict=True))
         keep = overlap >= OVERLAP_BINS[0]
-        self.overlap, self.ratio = overlap[keep], ratio[keep]  # n: of each pair, for reports
-        self._pairs, self._anchors, self._extent = pairs[keep], anchors[keep], extent[keep]
-        self._cumulative = spread_weights(self.overlap, self.ratio).cumsum(0)
+        return tuple(x[keep] for x in (numbers, overlap, *others))
 
     def _measure(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of b pairs of views, by their depth maps; lengths in pixels of the photos.
@@ -284,6 +313,13 @@ class ColmapPairs:
         warp = self._warp(edge * scale_a - 0.5, a, b, bounds)
         points = ((warp.points + 0.5) / scale_b - corner_b[:, None]) / zoom_b - 0.5
         return warp._replace(points=points)
+
+
+@dataclass(frozen=True)
+class _Photo:
+    view: PosedView
+    gray: np.ndarray  # h w, uint8
+    depth: np.ndarray  # h w of the map, float32
 
 
 def _mip_levels(bank: Tensor) -> list[Tensor]:

@@ -216,7 +216,7 @@ class PhotoPairs:
         self,
         store: PhotoStore,
         device: torch.device | str = "cpu",
-        max_scale: float = 4.0,
+        max_scale: float = 6.0,
         photometric: bool = True,
         strangers: float = 0.06,
         compile: bool = False,

@@ -417,7 +417,7 @@ def _windows(view: View, light: Light, hits: Hits, colour: Tensor) -> Tensor:
 
 
 def _sky(light: Light, store: PhotoStore, rays: Tensor, sub: int) -> Tensor:
-    """b n: a gradient with clouds (a photo, mostly blurred), of which no two views share any."""
+    """b n: a gradient with clouds (a photo, mostly blurred), which belong to no world."""
     b, n, _ = rays.shape
     ray = unit(rays)
     turn = (torch.atan2(ray[..., 1], ray[..., 0]) / torch.pi + light.sky_turn.unsqueeze(1)) * 1.5

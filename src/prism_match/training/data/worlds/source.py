@@ -33,6 +33,7 @@ OVERLAP = (0.1, 0.95)  # of the pair that is kept: mean over both views of the s
 LEAST_SHARE = 0.015  # and each view must have this much
 PASSERS_BY = 4  # people-like bodies that may stand in one view only
 SAME_DEPTH = 0.002  # relative: nearer than this, two depths are the same surface
+STILL_SKIES = 0.3  # share of worlds whose two views have the same sky
 STRIP_BYTES = 200e6  # of one temporary when rendering without compilation
 
 
@@ -46,7 +47,7 @@ class Worlds:
         store: PhotoStore,
         device: torch.device | str = "cpu",
         families: dict[str, Family] | None = None,
-        max_scale: float = 6.0,
+        max_scale: float = 8.0,
         photometric: bool = True,
         compile: bool = False,
     ):
@@ -72,9 +73,8 @@ class Worlds:
         plain = constant(PLAIN, draw.device).expand(*size_of.shape[:2], -1)
         look = paint(draw, size_of, plain, self.store.count)
         # Half of the time the same people, elsewhere: what moves must not be matched.
-        same = draw.chance(0.5, batch, 1, 1)
-        first, second = look.photo.chunk(2)
-        look.photo = torch.cat([first, torch.where(same, first, second)])
+        same = draw.chance(0.5, batch)
+        look.photo = _shared(look.photo, same)
         return make_view(with_bodies(twice(scene), bodies, look), cameras, size)
 
     def photograph(self, views: View, size: int, generator: torch.Generator) -> PairBatch:
@@ -210,6 +210,10 @@ def random_light(draw: Draw, view: View, photos: int) -> Light:
     brightness = torch.where(draw.chance(0.15, b), draw.uniform(0.0, 0.3, b), draw.uniform(0.5, 1.05, b))
     clouds = draw.uniform(0, 0.7, b) * draw.chance(0.6, b)
     sky = torch.stack([brightness, draw.uniform(-0.5, 0.1, b), clouds, draw.uniform(0, 5, b)], -1)
+    photo, turn = draw.integer(photos, b), draw.uniform(0, 2, b)
+    # Clouds that hardly moved between two photos are still no part of the scene.
+    still = draw.chance(STILL_SKIES, b // 2)
+    sky, photo, turn = (_shared(t, still) for t in (sky, photo, turn))
     return Light(
         sun=sun,
         ambient=draw.uniform(0.35, 0.9, b),
@@ -218,7 +222,14 @@ def random_light(draw: Draw, view: View, photos: int) -> Light:
         air=draw.uniform(0.4, 0.95, b),
         lit=draw.uniform(0.1, 0.7, b) * draw.chance(0.2, b),
         gain=draw.normal(0.12, b, m).exp(),
-        sky_photo=draw.integer(photos, b),
+        sky_photo=photo,
         sky=sky,
-        sky_turn=draw.uniform(0, 2, b),
+        sky_turn=turn,
     )
+
+
+def _shared(values: Tensor, same: Tensor) -> Tensor:
+    """values: 2b ...; the second half like the first where `same` (b) says so."""
+    first, second = values.chunk(2)
+    chosen = same.view(-1, *[1] * (values.dim() - 1))
+    return torch.cat([first, torch.where(chosen, first, second)])
