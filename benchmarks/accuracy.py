@@ -22,15 +22,17 @@ import torch
 
 import prism_match
 from prism_match import Matcher, UserError
+from prism_match.engine.methods import Method, Prism, Sift
+from prism_match.engine.photos import Resize
 from prism_match.evaluation.hpatches import evaluate_homography, read_hpatches, reprojection_errors
 from prism_match.evaluation.masks import measure_masks, summarise
 from prism_match.evaluation.megadepth import read_megadepth
-from prism_match.evaluation.methods import Method, Prism, Sift
-from prism_match.evaluation.pairs import Resize, choose
+from prism_match.evaluation.pairs import choose
 from prism_match.evaluation.pose import evaluate_pose
 from prism_match.evaluation.posed import in_resized_frames, read_pair_list
 from prism_match.evaluation.report import Table
-from prism_match.evaluation.runner import Result, Run, write_json
+from prism_match.evaluation.runner import Result, Run
+from prism_match.files import write_json
 
 RECORD = Path(__file__).with_name("accuracy.json")
 ASSETS = Path(prism_match.__file__).parent / "assets"
@@ -79,7 +81,6 @@ class Bench:
     data: Path | None
     pairs: int | None
     seeds: int
-    batch: int
     run: Run
 
     def folder(self, name: str) -> Path:
@@ -88,7 +89,7 @@ class Bench:
         return self.data / name
 
     def methods(self) -> tuple[Method, Method]:
-        return Prism(self.matcher, self.batch), Sift()
+        return Prism(self.matcher), Sift()
 
     def over_seeds(self, evaluate: Callable[[Method, int], Result]) -> tuple[list[Result], list[Result]]:
         """Of ours and of SIFT, one result for each seed of RANSAC; matched once, then from the cache."""
@@ -200,8 +201,8 @@ def main() -> int:
         print(f"no scores are recorded in {RECORD.name}: nothing to compare with (--record writes them)")
     worse = False
     with tempfile.TemporaryDirectory() as temporary:
-        run = Run(cache=args.cache or Path(temporary), progress=True)
-        bench = Bench(matcher, args.data, args.pairs, args.seeds, args.batch, run)
+        run = Run(cache=args.cache or Path(temporary), progress=True, batch=args.batch)
+        bench = Bench(matcher, args.data, args.pairs, args.seeds, run)
         for key in args.only or MEASUREMENTS:
             pairs, scores = MEASUREMENTS[key](bench)
             before = record.get(key, {})

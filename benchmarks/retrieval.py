@@ -13,12 +13,12 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from prism_match import Matcher
 from prism_match.evaluation.posed import camera_matrices
 from prism_match.evaluation.report import Table
-from prism_match.matcher import Matcher
-from prism_match.pipelines.retrieval import global_descriptors, top_pairs
+from prism_match.frames import read_depth
+from prism_match.maps.retrieval import global_descriptors, top_pairs
 from prism_match.training.data.colmap import read_model
-from prism_match.training.data.files import read_depth
 
 Truth = dict[str, np.ndarray]  # what counts as right: n n, bool
 

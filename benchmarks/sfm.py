@@ -25,8 +25,8 @@ from prism_match.evaluation.posed import read_cameras
 from prism_match.evaluation.report import Table
 from prism_match.files import writable_folder, write_json
 from prism_match.geometry import align_similarity, camera_centres, rotation_angle
-from prism_match.pipelines import colmap
-from prism_match.pipelines.sfm import Stages
+from prism_match.maps import colmap
+from prism_match.maps.reconstruction import Stages
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def build_prism(scene: Path, out: Path, args: argparse.Namespace, more: list[str]) -> dict[str, Any]:
     command = [
-        sys.executable, "-m", "prism_match.cli", "sfm", str(scene / "images"), "-o", str(out),
+        sys.executable, "-m", "prism_match", "sfm", str(scene / "images"), "-o", str(out),
         "--intrinsics", str(scene / "cameras.txt"), "--mapper", args.mapper, "--threads", str(args.threads),
         *more,
     ]  # fmt: skip

@@ -13,7 +13,7 @@ from synthetic_scene import K, Scene, make_scene
 
 from prism_match.config import ModelConfig
 from prism_match.errors import UserError
-from prism_match.images import load_image
+from prism_match.images import ImageLike, load_image
 from prism_match.matcher import ImageFeatures, Prepared
 from prism_match.matches import Matches
 from prism_match.model.prism import Features
@@ -39,16 +39,19 @@ class SyntheticMatcher:
     extracted: list[str] = field(default_factory=list)  # names, in the order they were asked for
     matched: list[tuple[str, str]] = field(default_factory=list)
 
-    def extract(self, images: list[Path], *, size: int | None = None) -> list[ImageFeatures]:
-        result = []
-        for path in images:
-            image = load_image(path)
-            self.extracted.append(Path(path).name)
-            prepared = Prepared(image.gray[::8, ::8].copy(), image.size, str(path), None, None)
-            result.append(ImageFeatures(prepared, Features(*(torch.zeros(1) for _ in range(3)))))
-        return result
+    dtype: torch.dtype = torch.float32
 
-    def match_extracted(self, pairs: list[tuple[ImageFeatures, ImageFeatures]]) -> list[Matches]:
+    def prepare(self, source: ImageLike, size: int | None = None) -> Prepared:
+        image = load_image(source)
+        return Prepared(image.gray[::8, ::8].copy(), image.size, image.name, None)
+
+    def extract_prepared(self, prepared: list[Prepared]) -> list[ImageFeatures]:
+        self.extracted += [Path(p.name).name for p in prepared]
+        return [ImageFeatures(p, Features(*(torch.zeros(1) for _ in range(3)))) for p in prepared]
+
+    def match_extracted(
+        self, pairs: list[tuple[ImageFeatures, ImageFeatures]], details: bool = False
+    ) -> list[Matches]:
         return [self.match(a.prepared, b.prepared) for a, b in pairs]
 
     def match(self, a: Prepared, b: Prepared) -> Matches:

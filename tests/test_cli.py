@@ -17,7 +17,7 @@ from prism_match import Matches, __version__, cli
 from prism_match.config import PRESETS
 from prism_match.weights import MODEL_CARD
 
-ASSETS = Path(cli.__file__).parent / "assets"
+ASSETS = Path(cli.__file__).parents[1] / "assets"
 PAIR = [str(ASSETS / "astronaut0.jpg"), str(ASSETS / "astronaut1.jpg")]
 FAST = ["--size", "160", "--threshold", "0", "--device", "cpu", "--rotate", "never"]
 

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from synthetic_scene import HEIGHT, WIDTH, K, Scene, make_scene
 
+from prism_match.errors import UserError
+from prism_match.frames import read_depth, write_depth
 from prism_match.training.data.colmap import Collection, ColmapPairs, depth_path, read_model
-from prism_match.training.data.files import read_depth, write_depth
 from prism_match.training.data.posed import scale_intrinsics, spread_weights
 from prism_match.training.pairs import PairBatch, cell_centres
 from prism_match.training.supervision import coarse_ground_truth
@@ -290,3 +291,13 @@ def test_landmark_models_reproject_well():
             p = (model.points[view.points] @ view.T[:3, :3].T + view.T[:3, 3]) @ view.K.T
             errors.append(np.linalg.norm(p[:, :2] / p[:, 2:] - view.pixels, axis=1))
         assert np.concatenate(errors).mean() < 1.5
+
+
+@pytest.mark.parametrize("name", ["../outside.png", "a/../../outside.png", "/etc/outside.png", "C:\\x.png"])
+def test_names_stay_in_their_folder(scene, tmp_path, name):
+    shutil.copytree(scene.root / "sparse", tmp_path / "sparse")
+    images = tmp_path / "sparse" / "images.txt"
+    images.write_text(images.read_text().replace("view1.png", name))
+    with pytest.raises(UserError, match="leads outside the folder of the images") as error:
+        read_model(tmp_path)
+    assert "\n" not in str(error.value)

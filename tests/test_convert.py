@@ -16,8 +16,8 @@ from torch import Tensor
 from prism_match import Matcher, UserError, cli
 from prism_match.config import PRESETS
 from prism_match.training.checkpoint import Checkpoint, save_checkpoint
+from prism_match.training.convert import fit, load_any, parse_rename
 from prism_match.weights import load_model, weights_info
-from prism_match.weights.convert import fit, load_any, parse_rename
 from prism_match.weights.store import export_weights
 
 TINY = PRESETS["tiny"].replace(theta_c=0.0)

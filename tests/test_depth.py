@@ -5,9 +5,9 @@ import pytest
 import torch
 from synthetic_scene import make_scene
 
+from prism_match.frames import read_depth
 from prism_match.training import depth as depth_module
 from prism_match.training.data.colmap import depth_path, read_model
-from prism_match.training.data.files import read_depth
 from prism_match.training.depth import (
     SweepConfig,
     check_depth,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from typing import get_args
 
 import cv2
 import h5py
@@ -22,16 +24,19 @@ from rgbd_for_tests import write_sequence
 from synthetic_scene import HEIGHT, WIDTH, K, Scene, make_scene
 from typer.testing import CliRunner
 
-from prism_match import UserError
+from prism_match import Matcher, UserError
+from prism_match.cli.eval import evaluate
 from prism_match.config import PRESETS
+from prism_match.engine.lock import lock_folder
+from prism_match.engine.methods import Plugin, Resized, ResizedImages, Sift, as_method, make_matches
+from prism_match.engine.photos import Resize, scale_points, scaling
+from prism_match.evaluation import Benchmark
 from prism_match.evaluation.benchmarks import BENCHMARKS
-from prism_match.evaluation.commands import Benchmark, evaluate
 from prism_match.evaluation.hpatches import evaluate_homography, read_hpatches, read_sequence
 from prism_match.evaluation.masks import mask_quality, summarise
 from prism_match.evaluation.megadepth import read_megadepth
-from prism_match.evaluation.methods import ImagePair, Plugin, Prism, Sift, as_method, make_matches
 from prism_match.evaluation.options import Options, warn_once
-from prism_match.evaluation.pairs import Pair, PosePair, Resize, choose, scale_points, scaling
+from prism_match.evaluation.pairs import Pair, PosePair, choose
 from prism_match.evaluation.pose import evaluate_pose
 from prism_match.evaluation.posed import in_resized_frames, read_calibrated, read_pair_list
 from prism_match.evaluation.report import COLOURS
@@ -39,8 +44,8 @@ from prism_match.evaluation.rgbd import bin_name, read_rgbd, spread_choice
 from prism_match.evaluation.runner import Result, Run
 from prism_match.evaluation.scannet import read_scannet
 from prism_match.evaluation.sweeps import THETA_C, THETA_P
+from prism_match.files import file_digest
 from prism_match.geometry import warp_points
-from prism_match.matcher import Matcher
 from prism_match.matches import Matches
 from prism_match.model.prism import PRISM
 from prism_match.weights.store import export_weights
@@ -105,26 +110,35 @@ def sequences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-class Oracle:
+class Oracle(ResizedImages):
     """Knows the truth: exact matches of random points, or what a test wants instead."""
 
     name = "oracle"
 
     def __init__(self, pairs: Iterable[Pair], noise: float = 0.0, interrupt_after: int | None = None):
-        self.pairs = {(str(p.image0), str(p.image1)): p for p in pairs}
+        pairs = list(pairs)
+        there = [p for p in pairs if p.image0.is_file() and p.image1.is_file()]
+        self.seed = len(pairs)
+        self.pairs = {(file_digest(p.image0), file_digest(p.image1)): p for p in there}
         self.settings = {"method": "oracle", "noise": noise}
         self.noise, self.interrupt_after, self.matched = noise, interrupt_after, 0
 
-    def match_many(self, pairs: Iterable[ImagePair]) -> Iterator[Matches]:
-        for images in pairs:
-            if self.matched == self.interrupt_after:
-                raise KeyboardInterrupt
-            self.matched += 1
-            pair = self.pairs[images[0].name, images[1].name]
-            rng = np.random.default_rng(len(self.pairs))
-            points = self.points(pair, *images, rng)
-            points[1] += rng.normal(0, self.noise, points[1].shape) if self.noise else 0
-            yield make_matches(*points, np.linspace(1, 0.5, len(points[0])), images)
+    def extract(self, prepared: list[Resized]) -> list[Resized]:
+        return list(prepared)
+
+    def match(self, pairs: list[tuple[Resized, Resized]]) -> list[Matches]:
+        return [self.match_one(*images) for images in pairs]
+
+    def match_one(self, a: Resized, b: Resized) -> Matches:
+        if self.matched == self.interrupt_after:
+            raise KeyboardInterrupt
+        self.matched += 1
+        pair = self.pairs[file_digest(Path(a.name)), file_digest(Path(b.name))]
+        rng = np.random.default_rng(self.seed)
+        points = self.points(pair, a.image, b.image, rng)
+        points[1] += rng.normal(0, self.noise, points[1].shape) if self.noise else 0
+        points = a.to_original(points[0]), b.to_original(points[1])
+        return make_matches(*points, np.linspace(1, 0.5, len(points[0])), a, b)
 
     def points(self, pair: Pair, image0, image1, rng: np.random.Generator) -> list[np.ndarray]:  # noqa: ANN001
         file_sizes = [cv2.imread(str(p)).shape[1::-1] for p in (pair.image0, pair.image1)]
@@ -287,8 +301,10 @@ def test_the_cache_knows_what_matches_depend_on(megadepth: Path, tmp_path: Path)
     for method, size in ((Oracle(pairs, 0.5), SIZE), (Oracle(pairs), SIZE + 8)):
         evaluate_pose(pairs, method, size, run=run)
         assert method.matched == 5
-    for file in tmp_path.glob("*/*.npz"):
-        file.write_bytes(b"damaged")
+    stores = list(tmp_path.glob("*.h5"))
+    assert len(stores) == 3
+    for file in stores:
+        file.write_bytes(file.read_bytes()[:-100])
     method = Oracle(pairs)
     evaluate_pose(pairs, method, SIZE, run=run)
     assert method.matched == 5
@@ -374,8 +390,6 @@ def test_at_most_1000_matches_count(sequences: Path) -> None:
 
 
 def test_a_sequence_that_lacks_a_file(sequences: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(sequences, tmp_path / "s")
     (tmp_path / "s" / "v_a" / "3.ppm").unlink()
     (tmp_path / "s" / "i_b" / "H_1_2").write_text("nonsense")
@@ -387,8 +401,6 @@ def test_a_sequence_that_lacks_a_file(sequences: Path, tmp_path: Path) -> None:
 
 
 def test_an_image_without_homography_is_told(sequences: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(sequences, tmp_path / "s")
     (tmp_path / "s" / "v_a" / "H_1_3").unlink()
     pairs = read_hpatches(tmp_path / "s")
@@ -505,8 +517,6 @@ def test_bins_of_overlap_take_turns() -> None:
 
 
 def test_bad_sequences(sequence: Path, tmp_path: Path) -> None:
-    import shutil
-
     with pytest.raises(UserError, match="no RGB-D sequence"):
         read_rgbd(tmp_path)
     with pytest.raises(UserError, match="at least 1"):
@@ -588,9 +598,42 @@ def test_a_matcher_is_a_method(megadepth: Path, tiny_matcher: Matcher, tmp_path:
     result = evaluate_pose(pairs, tiny_matcher, 160, run=Run(cache=tmp_path))
     direct = tiny_matcher.match(pairs[0].image0, pairs[0].image1)
     assert result.scores[0].matches == len(direct) > 0
-    batched = evaluate_pose(pairs, Prism(tiny_matcher, batch_size=3), 160)
+    batched = evaluate_pose(pairs, tiny_matcher, 160, run=Run(batch=3))
     assert [s.name for s in batched.scores] == [p.name for p in pairs]
     assert tiny_matcher.size == 832, "the caller's matcher stays as it is"
+
+
+def test_scores_know_images_by_their_content(megadepth: Path, tmp_path: Path) -> None:
+    """Neither by their size and path, nor by where they are."""
+    shutil.copytree(megadepth, tmp_path / "here")
+    run = Run(out=tmp_path / "out")
+    pairs = read_megadepth(tmp_path / "here")
+    evaluate_pose(pairs, Oracle(pairs), SIZE, run=run)
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    moved = read_megadepth(tmp_path / "there")
+    method = Oracle(moved)
+    evaluate_pose(moved, method, SIZE, run=run)
+    assert method.matched == 0
+    image = cv2.imread(str(moved[0].image0), cv2.IMREAD_GRAYSCALE)
+    before = moved[0].image0.read_bytes()
+    other = cv2.imencode(".png", image[::-1])[1].tobytes()
+    # Another image of the same length: what follows the end of a PNG is not looked at.
+    length = max(len(before), len(other))
+    moved[0].image0.write_bytes(before.ljust(length, b"\0"))
+    method = Oracle(moved)
+    evaluate_pose(moved, method, SIZE, run=run)
+    first = method.matched
+    moved[0].image0.write_bytes(other.ljust(length, b"\0"))
+    method = Oracle(moved)
+    evaluate_pose(moved, method, SIZE, run=run)
+    assert first == method.matched == sum(moved[0].image0 in (p.image0, p.image1) for p in moved) > 0
+
+
+def test_a_folder_of_results_has_one_run_at_a_time(megadepth: Path, tmp_path: Path) -> None:
+    pairs = read_megadepth(megadepth)
+    with lock_folder(tmp_path), pytest.raises(UserError, match="is in use by another run"):
+        evaluate_pose(pairs, Oracle(pairs), SIZE, run=Run(out=tmp_path))
+    evaluate_pose(pairs, Oracle(pairs), SIZE, run=Run(out=tmp_path))
 
 
 # ---- whole benchmarks
@@ -652,8 +695,6 @@ def test_scale_ratios(tiny: Options, megadepth: Path, tmp_path: Path) -> None:
 
 
 def test_pairs_without_depth_are_told(tiny: Options, megadepth: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(megadepth, tmp_path / "md")
     (tmp_path / "md" / "depths" / "0.h5").unlink()
     report = BENCHMARKS["megadepth-scale"](replace(tiny, data=tmp_path / "md", method="sift"))
@@ -675,8 +716,6 @@ def test_pairs_without_truth_are_told(
 
 
 def test_sweeps_tell_what_fails(tiny: Options, megadepth: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(megadepth, tmp_path / "md")
     names = sorted((tmp_path / "md" / "Undistorted_SfM" / "0015" / "images").iterdir())
     names[0].write_text("damaged")
@@ -793,8 +832,16 @@ def test_mistakes(run_eval, megadepth: Path, tmp_path: Path) -> None:
     assert run_eval("chess", "--data", tmp_path).exit_code == 2
 
 
+def test_what_numbers_are_for_stands_above_them(tiny: Options) -> None:
+    report = BENCHMARKS["megadepth1500"](replace(tiny, method="sift", pairs=2))
+    caveat = "the published numbers are for 1500 pairs, ours for 2"
+    assert str(report).startswith(f"note: {caveat}")
+    markdown = report.markdown("prism eval")
+    assert markdown.index(caveat) < markdown.index("AUC@5")
+
+
 def test_every_benchmark_has_a_name() -> None:
-    assert [b.value for b in Benchmark] == list(BENCHMARKS)
+    assert list(get_args(Benchmark)) == list(BENCHMARKS)
 
 
 def test_runs_without_optional_libraries() -> None:
@@ -802,7 +849,7 @@ def test_runs_without_optional_libraries() -> None:
         "import sys\n"
         "for name in ('poselib', 'matplotlib', 'rich', 'pydantic', 'pycolmap'): sys.modules[name] = None\n"
         "import prism_match.evaluation.benchmarks, prism_match.evaluation.covisible\n"
-        "import prism_match.evaluation.commands\n"
+        "import prism_match.cli.eval\n"
         "from prism_match.evaluation.pose import evaluate_pose\n"
         "try: evaluate_pose([], 'sift', ransac='poselib')\n"
         "except ValueError as error: print(error)\n"

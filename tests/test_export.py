@@ -17,17 +17,17 @@ from conftest import ASSETS
 from typer.testing import CliRunner
 
 from prism_match import PRISM, Matches, UserError
-from prism_match.export.commands import export_app
+from prism_match.cli.export import export_app
 from prism_match.export.hloc import (
     DenseMatches,
-    Features,
-    SparseMatches,
+    HlocKeypoints,
     read_dense_matches,
     read_features,
     read_sparse_matches,
     write_features,
     write_matches,
 )
+from prism_match.maps.tracks import IndexedMatches
 
 NAMES = ["db/1.jpg", "db/deep/2.jpg", "query/night/q.jpg"]
 
@@ -83,7 +83,7 @@ def test_opencv_draws_them(photo: np.ndarray) -> None:
 def test_hloc_features_there_and_back(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     features = {
-        name: Features(rng.random((n, 2), np.float32), rng.random(n, np.float32), (640, 480))
+        name: HlocKeypoints(rng.random((n, 2), np.float32), rng.random(n, np.float32), (640, 480))
         for n, name in enumerate(NAMES)
     }
     write_features(tmp_path / "features.h5", features)
@@ -101,8 +101,8 @@ def test_hloc_features_there_and_back(tmp_path: Path) -> None:
 def test_hloc_matches_there_and_back(tmp_path: Path) -> None:
     path = tmp_path / "matches.h5"
     sparse = {
-        (NAMES[0], NAMES[1]): SparseMatches(np.array([[3, 1], [0, 2]]), np.array([0.5, 0.25], np.float32)),
-        (NAMES[2], NAMES[0]): SparseMatches(np.empty((0, 2), np.int64), np.empty(0, np.float32)),
+        (NAMES[0], NAMES[1]): IndexedMatches(np.array([[3, 1], [0, 2]]), np.array([0.5, 0.25], np.float32)),
+        (NAMES[2], NAMES[0]): IndexedMatches(np.empty((0, 2), np.int64), np.empty(0, np.float32)),
     }
     m = random_matches(2)
     dense = {(NAMES[0], NAMES[1]): DenseMatches(m.keypoints0, m.keypoints1, m.scores)}
@@ -125,7 +125,7 @@ def test_hloc_matches_there_and_back(tmp_path: Path) -> None:
 
 
 def test_names_that_hloc_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
-    same = SparseMatches(np.array([[0, 0]]), np.ones(1, np.float32))
+    same = IndexedMatches(np.array([[0, 0]]), np.ones(1, np.float32))
     with pytest.raises(UserError, match="the same name in hloc's files"):
         write_matches(tmp_path / "m.h5", {("a/b.jpg", "a-b.jpg"): same}, {"a/b.jpg": 1, "a-b.jpg": 1})
     assert not list(tmp_path.iterdir())
@@ -209,10 +209,10 @@ def test_a_damaged_file_is_not_exported(tmp_path: Path) -> None:
 
 def test_damaged_files_of_hlocs_are_told(tmp_path: Path) -> None:
     features, path = tmp_path / "features.h5", tmp_path / "matches.h5"
-    write_features(features, {"a": Features(np.ones((500, 2), np.float32), np.ones(500, np.float32))})
+    write_features(features, {"a": HlocKeypoints(np.ones((500, 2), np.float32), np.ones(500, np.float32))})
     m = random_matches(2)
     dense = DenseMatches(m.keypoints0, m.keypoints1, m.scores)
-    sparse = SparseMatches(np.array([[3, 1], [0, 2]]), np.ones(2, np.float32))
+    sparse = IndexedMatches(np.array([[3, 1], [0, 2]]), np.ones(2, np.float32))
     write_matches(path, {("a", "b"): sparse}, {"a": 5, "b": 5}, [(("a", "b"), dense)])
     data = features.read_bytes()
     at = data.index(np.float32(1).tobytes() * 8)  # among the key points themselves

@@ -11,8 +11,8 @@ import torch
 
 from prism_match import Matcher
 from prism_match.config import PRESETS
-from prism_match.pipelines.track_polish import polish_tracks
-from prism_match.pipelines.tracks import IndexedMatches, Keypoints, SharedKeypoints
+from prism_match.maps.track_polish import polish_tracks
+from prism_match.maps.tracks import IndexedMatches, Keypoints, SharedKeypoints
 from prism_match.training.capture import Captured
 from prism_match.training.config import PRESETS as TRAINING
 from prism_match.training.config import Phase

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,20 +19,34 @@ from conftest import needs_shared
 from synthetic_scene import HEIGHT, WIDTH, K, Scene, make_scene, quaternion
 from typer.testing import CliRunner
 
-from prism_match import UserError
+from prism_match import Matcher, UserError
 from prism_match.cameras import Camera, pinhole
-from prism_match.colmap_model import read_model
+from prism_match.cli.eval import parse_limits
+from prism_match.cli.localize import localize_command
+from prism_match.colmap_model import Model, PosedView, read_model
+from prism_match.config import PRESETS
+from prism_match.engine import Engine, MatchStore
+from prism_match.engine.lock import lock_folder
+from prism_match.engine.methods import Sift
+from prism_match.engine.photos import Resize, scale_points
 from prism_match.evaluation.benchmarks import BENCHMARKS
-from prism_match.evaluation.commands import parse_limits
-from prism_match.evaluation.methods import ImagePair, Sift
 from prism_match.evaluation.options import Options
-from prism_match.evaluation.pairs import Resize, scale_points
-from prism_match.evaluation.runner import Clock, Run
+from prism_match.evaluation.runner import Run
 from prism_match.evaluation.triangulate import triangulate_map
+from prism_match.frames import read_sequence
 from prism_match.geometry import rotation_angle
 from prism_match.images import ORIENTATION
-from prism_match.matches import Matches
-from prism_match.pipelines.localize import (
+from prism_match.maps.landmarks import (
+    DepthMap,
+    ScanMap,
+    SfmMap,
+    read_scan,
+    rigid,
+    snap,
+    stored_orientation,
+    without,
+)
+from prism_match.maps.localization import (
     Correspondences,
     Query,
     localize,
@@ -44,20 +57,15 @@ from prism_match.pipelines.localize import (
     with_fallback,
     write_poses,
 )
-from prism_match.pipelines.localize_commands import localize_command
-from prism_match.pipelines.maps import (
-    DepthMap,
-    ScanMap,
-    SfmMap,
-    read_scan,
-    rigid,
-    snap,
-    stored_orientation,
-    without,
+from prism_match.maps.pnp import estimate_camera_pose
+from prism_match.maps.queries import (
+    LocalizeOptions,
+    MatchedQuery,
+    localize_photos,
+    match_queries,
+    retrieve,
 )
-from prism_match.pipelines.pnp import estimate_camera_pose
-from prism_match.pipelines.query_matching import match_queries, retrieve
-from prism_match.training.data.rgbd import read_sequence
+from prism_match.matches import Matches
 
 SIZE = (WIDTH, HEIGHT)
 CAMERA = pinhole(K, *SIZE)
@@ -590,12 +598,17 @@ class Interrupted(Sift):
         super().__init__()
         self.after, self.matched = after, 0
 
-    def match_many(self, pairs: Iterable[ImagePair]) -> Iterator[Matches]:
-        for matches in super().match_many(pairs):
-            if self.matched == self.after:
-                raise KeyboardInterrupt
-            self.matched += 1
-            yield matches
+    def match(self, pairs: list) -> list[Matches]:
+        if self.matched == self.after:
+            raise KeyboardInterrupt
+        self.matched += len(pairs)
+        return super().match(pairs)
+
+
+def matched_queries(jobs: dict, method: Sift, longer: int, store: Path) -> list[MatchedQuery]:
+    engine = Engine(method, Resize(longer=longer))
+    with MatchStore(store, engine.settings) as opened:
+        return list(match_queries(jobs, engine, opened))
 
 
 def test_a_run_that_was_killed_goes_on(scene: Scene, tmp_path: Path) -> None:
@@ -607,14 +620,13 @@ def test_a_run_that_was_killed_goes_on(scene: Scene, tmp_path: Path) -> None:
     jobs["alone"] = images[scene.names[0]], {}
 
     def run(method: Sift, cache: Path) -> dict[str, object]:
-        found = match_queries(jobs, method, Resize(longer=320), cache, Clock())
-        return {m.query: (m.found, m.problems) for m in found}
+        return {m.query: (m.found, m.problems) for m in matched_queries(jobs, method, 320, cache)}
 
-    whole = run(Interrupted(None), tmp_path / "one")
+    whole = run(Interrupted(None), tmp_path / "one.h5")
     with pytest.raises(KeyboardInterrupt):
-        run(Interrupted(7), tmp_path / "two")
+        run(Interrupted(7), tmp_path / "two.h5")
     again = Interrupted(None)
-    resumed = run(again, tmp_path / "two")
+    resumed = run(again, tmp_path / "two.h5")
     assert again.matched == 3
     assert set(whole) == set(resumed) == {*scene.names[:2], "broken", "alone"}
     assert "broken.png" in resumed["broken"][1][0] and resumed["alone"] == ([], [])
@@ -630,7 +642,7 @@ def test_a_photo_is_not_retrieved_for_itself(tmp_path: Path, monkeypatch: pytest
     rows = np.eye(4, dtype=np.float32)[:3] + 0.1
     by_name = dict(zip("abc", rows, strict=True))
     monkeypatch.setattr(
-        "prism_match.pipelines.retrieval.describe_files",
+        "prism_match.maps.queries.describe_files",
         lambda matcher, files, *_: ({path: by_name[path.name] for path in files}, {}),
     )
     photos = {name: tmp_path / name for name in "abc"}
@@ -644,7 +656,7 @@ def test_another_photo_under_an_old_name_is_matched_again(scene: Scene, tmp_path
     for n in (1, 1, 3):
         query.write_bytes((scene.root / "images" / scene.names[n]).read_bytes())
         method = Interrupted(None)
-        list(match_queries({"q": (query, {"r": photo})}, method, Resize(longer=160), tmp_path / "c", Clock()))
+        matched_queries({"q": (query, {"r": photo})}, method, 160, tmp_path / "c.h5")
         counts.append(method.matched)
     assert counts == [1, 0, 1]
 
@@ -724,6 +736,37 @@ def test_the_command_from_photos_to_poses(
     assert lines[0] + "\n" == before
 
 
+def test_photos_are_polished_at_their_own_size(photo: np.ndarray, tmp_path: Path) -> None:
+    """What is localized with is what the matcher finds in the photos, not in smaller copies of them."""
+    sure = PRESETS["tiny"].replace(theta_c=0.0, temperature=0.02, weighted_softmax=False)
+    matcher = Matcher(device="cpu", size=160, config=sure, rotate="never")
+    images = {name: tmp_path / f"{name}.png" for name in ("query", "photo")}
+    cv2.imwrite(str(images["query"]), photo[:400, :480])
+    cv2.imwrite(str(images["photo"]), photo[:400, 24:504])
+    view = PosedView("photo", pinhole(np.diag([400.0, 400, 1]), 480, 400), np.eye(4), np.zeros((0, 2)),
+                     np.zeros(0, np.int64))  # fmt: skip
+    images["photo"].rename(tmp_path / "photo")
+    world = SfmMap(Model(tmp_path, (view,), np.zeros((0, 3))), tmp_path)
+    options = LocalizeOptions(size=160)
+    localize_photos(
+        {"query": images["query"]}, world, matcher, tmp_path, options, listed={"query": ["photo"]}
+    )
+    found = MatchStore(tmp_path / "matches.h5")["queries/query", "map/photo"]
+    expected = matcher.match(images["query"], tmp_path / "photo")
+    assert len(expected) > 5
+    np.testing.assert_array_equal(found.keypoints1, expected.keypoints1)
+    small = [cv2.resize(cv2.imread(str(p), 0), (160, 133), interpolation=cv2.INTER_AREA)
+             for p in (images["query"], tmp_path / "photo")]  # fmt: skip
+    assert not np.array_equal(found.keypoints1, 3 * matcher.match(*small).keypoints1)
+
+
+def test_two_runs_do_not_share_a_folder(scene: Scene, tmp_path: Path) -> None:
+    with lock_folder(tmp_path):
+        call = ("--map", scene.root, "--queries", scene.root / "images" / scene.names[2], "-o", tmp_path)
+        result = invoke(*call, "--size", 64, "--device", "cpu")
+    assert isinstance(result.exception, UserError) and "is in use by another run" in str(result.exception)
+
+
 def test_intrinsics_that_are_given_are_used(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -732,8 +775,8 @@ def test_intrinsics_that_are_given_are_used(
     cv2.imwrite(str(queries / "a.png"), cv2.imread(str(scene.root / "images" / scene.names[2])))
     (tmp_path / "cameras.txt").write_text("a.png SIMPLE_RADIAL 160 120 149 80 60 0.01\n")
     (tmp_path / "pairs.txt").write_text(f"a.png {scene.names[1]}\na.png {scene.names[3]}\n")
-    monkeypatch.setattr("prism_match.cli.make_matcher", lambda *_: None)
-    monkeypatch.setattr("prism_match.evaluation.methods.Prism", lambda *_: Sift())
+    monkeypatch.setattr("prism_match.cli.localize.make_matcher", lambda *_: None)
+    monkeypatch.setattr("prism_match.maps.queries.Prism", lambda *_: Sift())
     result = invoke(
         "--map", scene.root, "--queries", queries, "--intrinsics", tmp_path / "cameras.txt",
         "--pair-list", tmp_path / "pairs.txt", "-o", tmp_path / "out", "--min-inliers", 4,

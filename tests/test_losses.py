@@ -399,3 +399,18 @@ def test_the_up_sampling_that_trains_is_the_one_that_matches(shape):
         (results[-1] * torch.arange(results[-1].numel()).view_as(results[-1])).sum().backward()
         gradients.append(leaf.grad)
     assert torch.allclose(*results) and torch.allclose(*gradients)
+
+
+def test_what_compiling_needs_is_set_for_the_step_alone(monkeypatch):
+    step = TrainingStep(PRISM(PRESETS["tiny"]), LossConfig(refine=16), bf16=False)
+    seen = []
+
+    def look(self, work, prune):
+        seen.append((torch._dynamo.config.suppress_errors, torch._dynamo.config.recompile_limit))
+
+    monkeypatch.setattr(TrainingStep, "forward", look)
+    before = torch._dynamo.config.suppress_errors, torch._dynamo.config.recompile_limit
+    step.compile_parts()
+    step(None, True)
+    assert seen == [(True, 64)]
+    assert (torch._dynamo.config.suppress_errors, torch._dynamo.config.recompile_limit) == before

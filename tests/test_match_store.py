@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import cv2
 import h5py
 import numpy as np
 import pytest
@@ -14,15 +16,19 @@ import torch
 from conftest import ASSETS
 from synthetic_matcher import SyntheticMatcher, make_photos, write_noise
 
+from prism_match import Matcher
 from prism_match.config import PRESETS
+from prism_match.engine import Engine, Limits, MatcherSettings, MatchStore, Prism, Resize, run
+from prism_match.engine.features import Shelf
+from prism_match.engine.order import arrange
+from prism_match.engine.store import ImageEntry
 from prism_match.errors import UserError
-from prism_match.matcher import ImageFeatures, Matcher, Prepared
+from prism_match.images import load_image, write_png
+from prism_match.maps import pairs
+from prism_match.maps.retrieval import global_descriptors, top_pairs
+from prism_match.matcher import ImageFeatures, Prepared
 from prism_match.matches import Matches
 from prism_match.model.prism import Features
-from prism_match.pipelines import batch, pairs
-from prism_match.pipelines.batch import match_pairs, match_settings
-from prism_match.pipelines.retrieval import global_descriptors, top_pairs
-from prism_match.pipelines.store import ImageEntry, MatchStore, PairMatches
 
 # ---- pairs
 
@@ -57,11 +63,14 @@ def test_pairs_from_a_file(tmp_path):
         pairs.from_file(tmp_path / "none.txt", [])
 
 
-def test_blocks_keep_the_pairs():
-    all_pairs = pairs.exhaustive(37)
-    ordered = pairs.in_blocks(all_pairs, 8)
-    assert sorted(ordered.tolist()) == all_pairs.tolist()
-    assert pairs.in_blocks(all_pairs[:0], 8).shape == (0, 2)
+def test_the_order_keeps_the_pairs():
+    every = [tuple(pair) for pair in pairs.exhaustive(37).tolist()]
+    order = arrange(every, 16)
+    assert sorted(order) == list(range(len(every)))
+    assert arrange([], 8) == []
+    # A row of blocks at a time: few photos are new from one stretch of pairs to the next.
+    seen = [set(np.ravel([every[n] for n in order[k : k + 64]])) for k in range(0, len(order), 64)]
+    assert np.mean([len(s) for s in seen]) < 20
 
 
 def test_top_pairs_against_a_plain_reference():
@@ -101,48 +110,56 @@ def test_descriptors_find_the_same_photo(photo, one_thread):
 # ---- the store
 
 
-def some_matches(seed: int, count: int = 5) -> PairMatches:
+def some_matches(seed: int, count: int = 5, names: tuple[str, str] = ("a.jpg", "b.jpg")) -> Matches:
     g = np.random.default_rng(seed)
     points = (g.uniform(0, 100, (count, 2)).astype(np.float32) for _ in range(2))
-    return PairMatches(*points, g.random(count).astype(np.float32))
+    return Matches(*points, g.random(count).astype(np.float32), (64, 48), (48, 64), *names)
 
 
-def same(a: PairMatches, b: PairMatches) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
+def same(a: Matches, b: Matches) -> bool:
+    arrays = ("keypoints0", "keypoints1", "scores", "size0", "size1")
+    return all(np.array_equal(getattr(a, k), getattr(b, k)) for k in arrays)
 
 
-ENTRIES = {name: ImageEntry((64, 48), name * 3) for name in ("a.jpg", "sub dir/b%.jpg", "ü.png")}
+NAMES = ("a.jpg", "sub dir/b%.jpg", "ü.png")
+DIGESTS = {name: name * 3 for name in (*NAMES, "b.jpg", "c.jpg")}
 
 
 def test_store_round_trip(tmp_path):
-    path, names = tmp_path / "matches.h5", list(ENTRIES)
-    store = MatchStore(path, {"size": 832})
-    store.add({(names[0], names[1]): some_matches(0)}, ENTRIES)
-    store.add({(names[0], names[2]): some_matches(1, 0)}, ENTRIES)
-    for reader in (store, MatchStore(path, {"size": 832})):  # as parts, by the writer and after a kill
-        assert reader.pairs == [(names[0], names[1]), (names[0], names[2])]
-    store.merge()
-    assert not store.parts.exists()
+    path = tmp_path / "matches.h5"
+    first, second = (NAMES[0], NAMES[1]), (NAMES[0], NAMES[2])
+    with MatchStore(path, {"size": 832, "levels": (4, 2)}) as store:
+        store.add({first: some_matches(0)}, DIGESTS)
+        store.add({second: some_matches(1, 0)}, DIGESTS)
+        assert list(store) == [first, second]
+    with MatchStore(path, {"size": 832, "levels": (4, 2)}) as again:  # after a kill: there are only parts
+        assert list(again) == [first, second] and same(again[first], some_matches(0))
+        again.merge()
+        assert not again.parts.exists() and same(again[first], some_matches(0))
     again = MatchStore(path)
-    assert again.settings == {"size": 832} and again.images == ENTRIES
-    assert same(again.load(names[0], names[1]), some_matches(0))
-    swapped = again.load(names[1], names[0])
-    assert np.array_equal(swapped.keypoints0, some_matches(0).keypoints1)
-    assert len(again.load(names[0], names[2])) == 0
-    assert [n for n, _ in again.load_all()] == sorted(again.pairs)
-    with pytest.raises(UserError, match="no matches of"):
-        again.load("a.jpg", "x.jpg")
+    assert again.settings == {"size": 832, "levels": [4, 2]}
+    assert again.images == {n: ImageEntry((48, 64) if n != NAMES[0] else (64, 48), n * 3) for n in NAMES}
+    assert same(again[first], some_matches(0))
+    assert (again[first].name0, again[first].name1) == first
+    swapped = again[first[::-1]]
+    assert np.array_equal(swapped.keypoints0, some_matches(0).keypoints1) and swapped.name0 == first[1]
+    assert len(again[second]) == 0
+    assert [pair for pair, _ in again.items()] == list(again) and len(again) == 2
+    with pytest.raises(KeyError, match="no matches of"):
+        again["a.jpg", "x.jpg"]
+    with pytest.raises(UserError, match="to be read only"):
+        again.add({first: some_matches(0)}, DIGESTS)
 
 
 def test_other_settings_never_mix(tmp_path):
     path = tmp_path / "matches.h5"
-    store = MatchStore(path, {"size": 832})
-    store.add({("a.jpg", "b.jpg"): some_matches(0)}, {})
-    store.merge()
-    store.add({("a.jpg", "c.jpg"): some_matches(0)}, {})  # a part that a killed run has left
+    with MatchStore(path, {"size": 832}) as store:
+        store.add({("a.jpg", "b.jpg"): some_matches(0)}, DIGESTS)
+        store.merge()
+        store.add({("a.jpg", "c.jpg"): some_matches(0)}, DIGESTS)  # a part that a killed run has left
     other = MatchStore(path, {"size": 640})
-    assert other.pairs == [] and not list(other.parts.glob("*.h5"))
-    assert other.replaced is not None and MatchStore(other.replaced).pairs == [("a.jpg", "b.jpg")]
+    assert list(other) == [] and not list(other.parts.glob("*.h5"))
+    assert other.replaced is not None and list(MatchStore(other.replaced)) == [("a.jpg", "b.jpg")]
 
 
 def test_files_that_are_no_store(tmp_path):
@@ -158,17 +175,69 @@ def test_files_that_are_no_store(tmp_path):
         MatchStore(path)
 
 
+def test_a_second_writer_is_told(tmp_path):
+    path = tmp_path / "matches.h5"
+    code = (
+        "import sys\nfrom prism_match.engine import MatchStore\n"
+        f"try: MatchStore({str(path)!r}, {{}})\n"
+        "except ValueError as error: print(error)\nelse: print('opened')"
+    )
+
+    def other_process() -> str:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        return done.stdout
+
+    store = MatchStore(path, {})
+    store.add({("a.jpg", "b.jpg"): some_matches(0)}, DIGESTS)
+    assert "matches.h5: is in use by another run" in other_process()
+    store.merge()
+    assert len(MatchStore(path)) == 1  # whoever only reads may
+    store.close()
+    assert other_process() == "opened\n"
+
+
+def test_damage_is_found(tmp_path):
+    path = tmp_path / "matches.h5"
+    with MatchStore(path, {}) as store:
+        found = {("a.jpg", f"{n}.jpg"): some_matches(n, 50) for n in range(8)}
+        store.add(found, DIGESTS | {f"{n}.jpg": "" for n in range(8)})
+        store.merge()
+    whole = path.read_bytes()
+    values = some_matches(3, 50)
+    table = np.concatenate([values.keypoints0, values.keypoints1, values.scores[:, None]], axis=1)
+    at = whole.index(table.tobytes())
+    path.write_bytes(whole[: at + 40] + b"\xff\xff" + whole[at + 42 :])
+    damaged = MatchStore(path)
+    assert same(damaged["a.jpg", "2.jpg"], some_matches(2, 50))
+    with pytest.raises(UserError, match=r"damaged: the matches of a.jpg and 3.jpg"):
+        damaged["a.jpg", "3.jpg"]
+    damaged.close()
+    for length in (len(whole) - 1, len(whole) // 2, 100):
+        path.write_bytes(whole[:length])
+        with pytest.raises(UserError, match="damaged"):
+            MatchStore(path)
+        with MatchStore(path, {}) as anew:  # to write: what is damaged is put aside
+            assert len(anew) == 0 and anew.replaced is not None and anew.replaced.is_file()
+            anew.replaced.unlink()
+
+
 # ---- matching into it
 
 
-def match_all(matcher, folder: Path, store: Path, **options) -> tuple[MatchStore, dict[str, str]]:
-    images = {p.name: p for p in sorted(folder.iterdir())}
-    opened = MatchStore(store, match_settings(matcher))
-    return opened, match_pairs(matcher, images, pairs.exhaustive(len(images)), opened, **options)
+def match_all(matcher, folder: Path, path: Path, limits: Limits | None = None):
+    files = {p.name: p for p in sorted(folder.iterdir())}
+    names = list(files)
+    engine = Engine(Prism(matcher), Resize.largest(matcher.size), limits)
+    with MatchStore(path, engine.settings) as store:
+        every = [(names[a], names[b]) for a, b in pairs.exhaustive(len(names))]
+        broken = {}
+        for outcome in engine.match(files, every, store):
+            broken |= outcome.broken
+    return store, broken
 
 
 def contents(store: MatchStore) -> dict:
-    return {names: tuple(x.tobytes() for x in vars(m).values()) for names, m in store.load_all()}
+    return {pair: (m.keypoints0.tobytes(), m.keypoints1.tobytes()) for pair, m in store.items()}
 
 
 class Killed(BaseException):
@@ -178,24 +247,25 @@ class Killed(BaseException):
 def test_a_killed_run_goes_on(tmp_path, monkeypatch):
     scene, folder, matcher = make_photos(tmp_path / "scene", 5)
     whole, broken = match_all(matcher, folder, tmp_path / "whole.h5")
-    assert len(whole.pairs) == 10 and not broken
-    assert len(matcher.extracted) == 5  # each image once
+    assert len(whole) == 10 and not broken
+    assert len(matcher.extracted) == 5  # each photo once
 
-    monkeypatch.setattr(batch, "SECONDS_A_PART", 0.0)
+    monkeypatch.setattr(run, "SECONDS_A_PART", 0.0)
+    limits = Limits(memory=5000, disk=2**20, folder=str(tmp_path / "features"))
     killed = SyntheticMatcher(scene)
     real = killed.match_extracted
 
-    def match_and_die(chunk):
+    def match_and_die(chunk, details=False):
         if len(killed.matched) == 6:
             raise Killed
         return real(chunk)
 
     killed.match_extracted = match_and_die
     with pytest.raises(Killed):
-        match_all(killed, folder, tmp_path / "two.h5", features=tmp_path / "features", maps_in_memory=2)
+        match_all(killed, folder, tmp_path / "two.h5", limits)
     assert not (tmp_path / "two.h5").exists()
     rest = SyntheticMatcher(scene)
-    two, _ = match_all(rest, folder, tmp_path / "two.h5", features=tmp_path / "features", maps_in_memory=2)
+    two, _ = match_all(rest, folder, tmp_path / "two.h5", limits)
     assert len(rest.matched) == 4
     assert contents(two) == contents(whole)
     assert not (tmp_path / "features").exists()
@@ -205,43 +275,75 @@ def test_a_killed_run_goes_on(tmp_path, monkeypatch):
     assert not idle.extracted
 
 
-def test_a_changed_image_is_matched_again(tmp_path):
+def test_a_damaged_pair_is_matched_again(tmp_path):
+    scene, folder, matcher = make_photos(tmp_path / "scene", 4)
+    whole, _ = match_all(matcher, folder, tmp_path / "m.h5")
+    expected = contents(whole)
+    whole.close()
+    data = (tmp_path / "m.h5").read_bytes()
+    at = data.index(whole["view1.png", "view2.png"].keypoints1[5].tobytes())
+    (tmp_path / "m.h5").write_bytes(data[:at] + b"\xff\xff\xff" + data[at + 3 :])
+    again = SyntheticMatcher(scene)
+    store, _ = match_all(again, folder, tmp_path / "m.h5")
+    assert again.matched == [("view1.png", "view2.png")] and contents(store) == expected
+
+
+def test_a_changed_photo_is_matched_again(tmp_path):
     scene, folder, matcher = make_photos(tmp_path / "scene", 4)
     match_all(matcher, folder, tmp_path / "m.h5")
     write_noise(folder / "view1.png", 0)
     again = SyntheticMatcher(scene)
     store, _ = match_all(again, folder, tmp_path / "m.h5")
-    assert len(store.pairs) == 6 and len(again.matched) == 3
+    assert len(store) == 6 and len(again.matched) == 3
     assert all("view1.png" in pair for pair in again.matched)
 
 
-def test_a_broken_image_is_named_and_skipped(tmp_path):
+def test_a_broken_photo_is_named_and_skipped(tmp_path):
     scene, folder, matcher = make_photos(tmp_path / "scene", 4)
     (folder / "view2.png").write_bytes((folder / "view2.png").read_bytes()[:200])
-    store, broken = match_all(matcher, folder, tmp_path / "m.h5", batch_size=2)
+    store, broken = match_all(matcher, folder, tmp_path / "m.h5", Limits(batch_size=2))
     assert list(broken) == ["view2.png"] and "view2.png" in broken["view2.png"]
-    assert sorted(store.pairs) == [(f"view{a}.png", f"view{b}.png") for a, b in ((0, 1), (0, 3), (1, 3))]
+    assert list(store) == [(f"view{a}.png", f"view{b}.png") for a, b in ((0, 1), (0, 3), (1, 3))]
 
 
-@dataclass
-class CountingMatcher:
-    """Counts the feature maps that are alive."""
+SIDE = 64  # pixels of the feature maps below
 
-    alive: weakref.WeakSet = field(default_factory=weakref.WeakSet)
-    most: int = 0
-    extractions: int = 0
 
-    def extract(self, images):
-        self.extractions += 1
-        fine = torch.zeros(1, 4, 8, 8)
-        self.alive.add(fine)
+class CountingMatcher(SyntheticMatcher):
+    """Knows which feature maps are alive, and so how much memory they take."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.alive, self.most, self.extractions = weakref.WeakSet(), 0, 0
+
+    def prepare(self, source, size=None):
+        return Prepared(np.zeros((8, 8), np.float32), (8, 8), load_image(source).name, None)
+
+    def extract_prepared(self, prepared):
+        fine = torch.zeros(max(len(prepared), 1), 4, SIDE, SIDE)
+        self.extractions += len(prepared)
+        items = []
+        for n, p in enumerate(prepared):
+            own = fine[n : n + 1].clone()
+            self.alive.add(own)
+            items.append(ImageFeatures(p, Features(torch.zeros(1), own, torch.ones(1) > 0)))
         self.most = max(self.most, len(self.alive))
-        prepared = Prepared(np.zeros((8, 8), np.float32), (8, 8), str(images[0]), None, None)
-        return [ImageFeatures(prepared, Features(torch.zeros(1, 1, 1, 4), fine, torch.ones(1, 1, 1) > 0))]
+        return items
 
-    def match_extracted(self, chunk):
+    def match_extracted(self, chunk, details=False):
         nothing = np.zeros((0, 2), np.float32)
         return [Matches(nothing, nothing, nothing[:, 0], (8, 8), (8, 8)) for _ in chunk]
+
+
+def many_files(folder: Path, count: int) -> dict[str, Path]:
+    folder.mkdir()
+    files = {f"{n:04d}.png": folder / f"{n:04d}.png" for n in range(count)}
+    for n, path in enumerate(files.values()):
+        cv2.imwrite(str(path), np.full((32, 32), n % 256, np.uint8) + np.eye(32, dtype=np.uint8) * (n // 256))
+    return files
+
+
+MAP = 4 * SIDE * SIDE * 4 + 8 * 8 * 4 + 5  # bytes of an item of the matcher above
 
 
 @pytest.mark.parametrize(
@@ -253,39 +355,40 @@ class CountingMatcher:
     ],
 )
 def test_memory_is_bounded(tmp_path, count, chosen, extractions):
-    images = {}
-    for n in range(count):
-        images[f"{n:04d}.jpg"] = tmp_path / f"{n:04d}.jpg"
-        images[f"{n:04d}.jpg"].write_bytes(b"%d" % n)
-    matcher, store = CountingMatcher(), MatchStore(tmp_path / "m.h5", {})
+    files, matcher = many_files(tmp_path / "images", count), CountingMatcher()
+    names = list(files)
+    every = [(names[a], names[b]) for a, b in chosen(count)]
+    engine = Engine(Prism(matcher), Resize.largest(8), Limits(batch_size=4, memory=24 * MAP))
     gc.collect()
-    match_pairs(matcher, images, chosen(count), store, batch_size=4, maps_in_memory=24)
-    assert len(store.pairs) == len(chosen(count))
+    with MatchStore(tmp_path / "m.h5", engine.settings) as store:
+        assert sum(not outcome.broken for outcome in engine.match(files, every, store)) == len(every)
+    assert len(store) == len(every)
     assert matcher.most <= 24
     if extractions is not None:
         assert matcher.extractions <= extractions
 
 
 def test_disk_is_bounded_and_spares_the_backbone(tmp_path, monkeypatch):
-    images = {f"{n:02d}": tmp_path / f"{n:02d}" for n in range(30)}
-    for n, path in enumerate(images.values()):
-        path.write_bytes(b"%d" % n)
+    files = many_files(tmp_path / "images", 30)
+    names = list(files)
+    every = [(names[a], names[b]) for a, b in pairs.exhaustive(30)]
     sizes: list[int] = []
-    save = batch.Shelf.save
+    save = Shelf.save
 
-    def watch(self, name, image):
-        save(self, name, image)
+    def watch(self, digest, item):
+        save(self, digest, item)
         if self.folder.is_dir():
             sizes.append(sum(p.stat().st_size for p in self.folder.iterdir()))
             assert sizes[-1] == self.used
 
-    monkeypatch.setattr(batch.Shelf, "save", watch)
+    monkeypatch.setattr(Shelf, "save", watch)
     counts = []
-    for limit in (10**6, 6000, 0):
-        matcher, store = CountingMatcher(), MatchStore(tmp_path / f"{limit}.h5", {})
+    for limit in (100 * MAP, 6 * MAP, 0):
+        matcher = CountingMatcher()
         sizes.clear()
-        options = {"maps_in_memory": 6, "features": tmp_path / "features", "maps_on_disk": limit}
-        match_pairs(matcher, images, pairs.exhaustive(30), store, **options)
+        limits = Limits(memory=6 * MAP, disk=limit, folder=str(tmp_path / "features"))
+        for _ in Engine(Prism(matcher), Resize.largest(8), limits).match(files, every):
+            pass
         counts.append(matcher.extractions)
         assert max(sizes, default=0) <= limit + 1000  # a header more than what was asked for
     assert counts[0] == 30 < counts[1] < counts[2]
@@ -294,16 +397,15 @@ def test_disk_is_bounded_and_spares_the_backbone(tmp_path, monkeypatch):
 def test_features_on_disk_change_nothing(tmp_path, photo, one_thread):
     matcher = Matcher(device="cpu", size=96, config=PRESETS["tiny"].replace(theta_c=0.0))
     files = {f"{n}.png": tmp_path / f"{n}.png" for n in range(4)}
-    from prism_match.images import write_png
-
     for n, path in enumerate(files.values()):
         write_png(path, photo[20 * n : 20 * n + 90, 30 * n : 30 * n + 120])
+    names = list(files)
+    every = [(names[a], names[b]) for a, b in pairs.exhaustive(4)]
     results = []
-    for most in (8, 2):
-        store = MatchStore(tmp_path / f"{most}.h5", match_settings(matcher))
-        options = {"maps_in_memory": most, "features": tmp_path / "features"}
-        match_pairs(matcher, files, pairs.exhaustive(4), store, **options)
-        results.append(dict(store.load_all()))
+    for memory in (2**30, 2**18):
+        limits = Limits(memory=memory, disk=2**30, folder=str(tmp_path / "features"))
+        engine = Engine(Prism(matcher), Resize.largest(96), limits)
+        results.append({outcome.pair: outcome.matches for outcome in engine.match(files, every)})
     alone = matcher.match(files["0.png"], files["3.png"])
     for pair, m in results[0].items():
         np.testing.assert_allclose(m.keypoints1, results[1][pair].keypoints1, atol=1e-4)
@@ -314,8 +416,18 @@ def test_bundled_photos_go_through_the_real_matcher(tmp_path):
     """The names of the store are the given ones, the pixels those of the files."""
     matcher = Matcher(device="cpu", size=64, config=PRESETS["tiny"].replace(theta_c=0.0))
     files = {"one": ASSETS / "astronaut0.jpg", "two": ASSETS / "astronaut1.jpg"}
-    store = MatchStore(tmp_path / "m.h5", match_settings(matcher))
-    match_pairs(matcher, files, pairs.exhaustive(2), store)
+    engine = Engine(Prism(matcher), Resize.largest(64))
+    with MatchStore(tmp_path / "m.h5", engine.settings) as store:
+        [outcome] = engine.match(files, [("one", "two")], store)
     expected = matcher.match(*files.values())
     assert store.images["one"].size == expected.size0
-    np.testing.assert_array_equal(store.load("one", "two").keypoints1, expected.keypoints1)
+    np.testing.assert_array_equal(store["one", "two"].keypoints1, expected.keypoints1)
+    np.testing.assert_array_equal(outcome.matches.keypoints1, expected.keypoints1)
+    assert outcome.matches.name0 == str(files["one"])
+
+
+def test_a_worker_elsewhere_matches_the_same(photo):
+    settings = MatcherSettings(size=96, config=PRESETS["tiny"].replace(theta_c=0.0).to_dict(), device="cpu")
+    here, there = settings.open(), MatcherSettings.from_json(settings.to_json()).open()
+    a, b = photo[:120, :160], photo[10:130, 20:180]
+    np.testing.assert_array_equal(here.match(a, b).keypoints1, there.match(a, b).keypoints1)

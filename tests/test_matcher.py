@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from hypothesis import strategies as st
 from prism_match import Matcher, Matches, UserError, geometry
 from prism_match import matcher as matcher_module
 from prism_match.config import PRESETS
-from prism_match.matcher import FeatureCache
+from prism_match.engine.features import held_bytes
 from prism_match.weights import load_model, weights_info
 from prism_match.weights.store import export_weights
 
@@ -107,22 +110,128 @@ def test_features_are_computed_once_per_image(matcher: Matcher, monkeypatch: pyt
         same(result, matcher.match(*pair))
 
 
-def test_feature_cache_stays_within_its_limit(matcher: Matcher) -> None:
-    images = [noise(64, 64, n) for n in range(6)]
-    pairs = [(images[i], images[(i + 1) % 6]) for i in range(6)]
-    largest = 0
-    add = FeatureCache.add
+def live_tensors() -> int:
+    """Bytes of all tensors that are alive, whatever holds them."""
+    gc.collect()
+    storages = {}
+    for x in gc.get_objects():
+        if type(x) is torch.Tensor:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(storages.values())
 
-    def spy(self: FeatureCache, entries: dict) -> None:
-        nonlocal largest
-        add(self, entries)
-        largest = max(largest, self.used)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FeatureCache, "add", spy)
-        results = list(matcher.match_many(pairs, batch_size=1, cache_mib=0))
-    assert largest == 0 and len(results) == 6
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_features_stay_within_their_limit(matcher: Matcher, batch_size: int) -> None:
+    """Of the memory itself: parts of a batch must not hold all of it."""
+    images = [noise(256, 256, n) for n in range(12)]
+    pairs = [(images[i], images[(i + 1) % 12]) for i in range(12)]
+    before = live_tensors()
+    one = held_bytes(matcher.extract(images[:1])[0].features)
+    for limit in (0, 1):
+        held = [live_tensors() - before for _ in matcher.match_many(pairs, batch_size, cache_mib=limit)]
+        assert max(held) <= limit * 2**20
+        assert limit == 0 or max(held) >= one > 0  # it is made use of
+    results = list(matcher.match_many(pairs, batch_size, cache_mib=0))
     same(results[5], matcher.match(*pairs[5]))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_a_buffer_that_is_used_again(matcher: Matcher, photo: np.ndarray, batch_size: int) -> None:
+    a, b = photo[:96, :128].copy(), photo[60:156, 90:218].copy()
+
+    def frames() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        buffer = np.empty_like(a)
+        for frame in (a, b, a):
+            buffer[:] = frame
+            yield buffer, a
+
+    def tensors() -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+        buffer = torch.empty(1, *a.shape, dtype=torch.uint8)
+        for frame in (a, b, a):
+            buffer[0] = torch.from_numpy(frame)
+            yield buffer, a
+
+    expected = [matcher.match(frame, a) for frame in (a, b, a)]
+    assert len(expected[0]) != len(expected[1])
+    for stream in (frames, tensors):
+        for result, alone in zip(matcher.match_many(stream(), batch_size), expected, strict=True):
+            same(result, alone)
+
+
+def test_transparency_is_part_of_an_image(matcher: Matcher, photo: np.ndarray) -> None:
+    """Also where the colours are the same, and for as many pairs as it is in."""
+    plain = np.repeat(photo[:96, :128, None], 4, axis=2)
+    plain[..., 3] = 255
+    left = plain.copy()
+    left[:, 64:, 3] = 0
+    results = list(matcher.match_many([(plain, plain), (left, plain), (left, plain)], batch_size=1))
+    assert results[0].keypoints0[:, 0].max() > 80
+    assert all(m.keypoints0[:, 0].max() < 72 for m in results[1:])
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_mask_that_is_used_again(matcher: Matcher, photo: np.ndarray, batch_size: int) -> None:
+    a = photo[:96, :128].copy()
+
+    def masked() -> Iterator[tuple]:
+        mask = np.zeros(a.shape, bool)
+        for half in (slice(0, 64), slice(64, 128)):
+            mask[:] = False
+            mask[:, half] = True
+            yield a, a, mask, None
+
+    left, right = matcher.match_many(masked(), batch_size)
+    assert left.keypoints0[:, 0].max() < 72 and right.keypoints0[:, 0].min() > 56
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_file_that_is_overwritten(
+    matcher: Matcher, photo: np.ndarray, tmp_path: Path, batch_size: int
+) -> None:
+    a, b = photo[:96, :128].copy(), photo[60:156, 90:218].copy()
+    file = tmp_path / "frame.bmp"  # all frames have the same length
+
+    def frames() -> Iterator[tuple[Path, np.ndarray]]:
+        for frame in (a, b):
+            PIL.Image.fromarray(frame).save(file)
+            yield file, a
+
+    expected = [matcher.match(frame, a) for frame in (a, b)]
+    for result, alone in zip(matcher.match_many(frames(), batch_size), expected, strict=True):
+        same(result, alone)
+
+
+def test_results_do_not_hold_large_images(matcher: Matcher, photo: np.ndarray) -> None:
+    small = photo[:96, :128].copy()
+    kept = matcher.match(small, small)
+    small[:] = 0  # whatever becomes of the memory it came from
+    assert kept.plot().max() > 200
+    large = np.repeat(np.repeat(photo, 6, axis=0), 6, axis=1)
+    watched = weakref.ref(large)
+    results = [matcher.match(large, photo), *matcher.match_many([(large, photo)])]
+    with pytest.raises(UserError, match="give it again, as image0="):
+        results[0].plot()
+    assert results[0].plot(image0=large).any()
+    del large
+    gc.collect()
+    assert watched() is None and len(results) == 2
+
+
+def test_pairs_before_a_bad_one_are_matched(matcher: Matcher, photo: np.ndarray, tmp_path: Path) -> None:
+    PIL.Image.fromarray(photo[:96, :128]).save(tmp_path / "a.png")
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    for bad in ("bad.png", "gone.png"):
+        pairs = [(tmp_path / "a.png", tmp_path / "a.png")] * 2 + [(tmp_path / "a.png", tmp_path / bad)]
+        stream = matcher.match_many(pairs, batch_size=4)
+        assert len(next(stream)) == len(next(stream))
+        with pytest.raises(UserError, match=bad):
+            next(stream)
+
+
+@pytest.mark.parametrize("size", ["big", float("nan"), 640.5, None, True, 0])
+def test_sizes_that_are_none(size: object) -> None:
+    with pytest.raises(UserError, match="size must be a whole number of at least 32 pixels"):
+        Matcher(size=size, config=TINY, device="cpu")
 
 
 def test_region_masks_limit_where_matches_are(matcher: Matcher, photo: np.ndarray) -> None:
@@ -186,7 +295,7 @@ def test_a_turned_image_matches_as_if_upright(photo: np.ndarray, turns: int) -> 
 
 def test_turned_images_of_any_size_come_back_to_their_pixels(photo: np.ndarray) -> None:
     """Sides that are no multiples of anything, and resized: the points still lie where they should."""
-    prepare = Matcher(config=SURE, device="cpu", size=100)._prepare
+    prepare = Matcher(config=SURE, device="cpu", size=100).prepare
     image = photo[:151, :203]
     points = np.array([[0.0, 0], [99, 3], [40, 73]], np.float32)
     expected = prepare(image).to_original(points)

@@ -11,7 +11,7 @@ import torch
 
 from prism_match import Matcher
 from prism_match.config import PRESETS
-from prism_match.matcher import Pair
+from prism_match.matcher import PreparedPair
 from prism_match.polish import CLOSE, FARTHEST, FEWEST, MOST_ZOOM, ZOOM, local_affine, polish, zooms
 
 
@@ -132,7 +132,7 @@ def test_large_photos_are_polished_at_their_own_size(photo: np.ndarray, size: in
     image = gray(photo)
     other, points, truth, _ = moved_and_disturbed(image, about_the_middle(image, 8, 1.1), noise=0.0)
     matcher = Matcher(config=PRESETS["tiny"], device="cpu", size=size)
-    pair = Pair(matcher._prepare(image), matcher._prepare(other.clip(0, 1)).turned(turns))
+    pair = PreparedPair(matcher.prepare(image), matcher.prepare(other.clip(0, 1)).turned(turns))
     scale = pair.a.gray.shape[1] / image.shape[1]
     near0, near1 = ((p + 0.5) * scale - 0.5 for p in (points, truth))
     for _ in range(turns):

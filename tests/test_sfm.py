@@ -23,23 +23,26 @@ from synthetic_matcher import SyntheticMatcher, make_photos, true_matches, write
 from synthetic_scene import K
 from typer.testing import CliRunner
 
+from prism_match.cameras import Camera
 from prism_match.cli import app
+from prism_match.engine.lock import lock_folder
+from prism_match.engine.store import MatchStore
 from prism_match.errors import UserError
 from prism_match.evaluation.posed import camera_matrices
 from prism_match.export.colmap import export_colmap
-from prism_match.export.nerf import camera_to_world, intrinsics
+from prism_match.export.nerf import camera_to_world, intrinsics, write_transforms
 from prism_match.geometry import align_similarity, rotation_angle
 from prism_match.images import ORIENTATION, load_image, write_png
+from prism_match.maps import colmap
+from prism_match.maps import reconstruction as sfm
+from prism_match.maps.cameras import CameraOptions, choose_cameras, read_exif
+from prism_match.maps.colmap_worker import with_points
+from prism_match.maps.landmarks import open_map
+from prism_match.maps.localization import Query, localize
+from prism_match.maps.reconstruction import PairOptions, SfmOptions, find_images, reconstruct, upright_copies
+from prism_match.maps.report import camera_centres, draw_match_graph, draw_top_view
+from prism_match.maps.tracks import TrackOptions, load_tracks
 from prism_match.matches import Matches
-from prism_match.pipelines import colmap, sfm
-from prism_match.pipelines.cameras import CameraOptions, choose_cameras, read_exif
-from prism_match.pipelines.colmap_worker import with_points
-from prism_match.pipelines.localize import Query, localize
-from prism_match.pipelines.localize_commands import open_map
-from prism_match.pipelines.report import camera_centres, draw_match_graph, draw_top_view
-from prism_match.pipelines.sfm import PairOptions, SfmOptions, find_images, reconstruct, upright_copies
-from prism_match.pipelines.store import MatchStore
-from prism_match.pipelines.tracks import TrackOptions, load_tracks
 from prism_match.training.data.colmap import read_model
 
 if find_spec("pycolmap") is None:  # not by importing it: see `colmap_worker`
@@ -53,6 +56,7 @@ def built(tmp_path_factory):
     root = tmp_path_factory.mktemp("sfm")
     scene, folder, matcher = make_photos(root / "scene", 6)
     summary = reconstruct(folder, root / "out", SfmOptions(cameras=GIVEN, threads=1), lambda: matcher)
+    write_transforms(root / "out" / "transforms.json", root / "out" / "sparse" / "0", folder)
     return scene, folder, root / "out", summary
 
 
@@ -90,6 +94,14 @@ def test_points_that_are_off_hardly_count(built, tmp_path, monkeypatch):
         errors[exact] = pose_errors(scene, {v.name: v.T for v in model.views})
     plain, robust = errors.values()
     assert robust[0].mean() < 0.8 * plain[0].mean()
+
+
+def test_a_folder_has_one_run_at_a_time(built, tmp_path):
+    scene, folder, _, _ = built
+    matcher = SyntheticMatcher(scene)
+    with lock_folder(tmp_path), pytest.raises(UserError, match="is in use by another run"):
+        reconstruct(folder, tmp_path, SfmOptions(cameras=GIVEN, threads=1), lambda: matcher)
+    assert not matcher.matched
 
 
 def test_the_model_is_there_in_every_format(built):
@@ -152,11 +164,11 @@ def test_transforms_look_where_the_cameras_look(built):
 
 
 def test_axes_of_a_camera_at_the_origin():
-    np.testing.assert_allclose(camera_to_world(np.eye(4)[:3].tolist()), np.diag([1, -1, -1, 1]))
-    radial = intrinsics({"model": "SIMPLE_RADIAL", "width": 8, "height": 6, "params": [5.0, 4.0, 3.0, 0.1]})
+    np.testing.assert_allclose(camera_to_world(np.eye(4)), np.diag([1, -1, -1, 1]))
+    radial = intrinsics(Camera("SIMPLE_RADIAL", 8, 6, (5.0, 4.0, 3.0, 0.1)))
     assert (radial["fl_x"], radial["fl_y"], radial["k1"], radial["k2"]) == (5.0, 5.0, 0.1, 0.0)
     with pytest.raises(UserError, match="FISHEYE"):
-        intrinsics({"model": "FISHEYE", "width": 8, "height": 6, "params": []})
+        intrinsics(Camera("RADIAL_FISHEYE", 8, 6, (5.0, 4.0, 3.0, 0.1, 0.1)))
 
 
 def test_a_second_run_only_does_what_changed(built, tmp_path, monkeypatch):
@@ -247,7 +259,7 @@ def test_a_png_can_be_written_after_a_reconstruction(built, tmp_path):
 
 
 def test_nothing_but_the_worker_imports_pycolmap():
-    modules = "prism_match.cli, prism_match.pipelines.sfm, prism_match.export.colmap"
+    modules = "prism_match.cli, prism_match.maps.reconstruction, prism_match.export.colmap"
     code = f"import sys; import {modules}; assert not any('pycolmap' in m for m in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(Path(colmap.__file__).parents[2])}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
@@ -533,7 +545,7 @@ def test_a_broken_image_is_left_out(built, tmp_path):
     summary = reconstruct(photos, out, options, lambda: SyntheticMatcher(scene))
     assert list(summary["skipped"]) == ["view5.png"] and summary["registered"] == 5
     assert "view5.png" in (out / "report.md").read_text()
-    assert len(MatchStore(out / "matches.h5").pairs) == summary["pairs"] == 9
+    assert len(MatchStore(out / "matches.h5")) == summary["pairs"] == 9
     # Other pairs that were matched before are left out if they are not asked for.
     options = SfmOptions(cameras=GIVEN, threads=1, pairs=PairOptions("sequential", window=2))
     summary = reconstruct(photos, out, options, lambda: SyntheticMatcher(scene))
@@ -541,8 +553,8 @@ def test_a_broken_image_is_left_out(built, tmp_path):
 
 
 def test_retrieved_pairs_and_their_cache(tmp_path, monkeypatch):
-    from prism_match.pipelines import retrieval
-    from prism_match.pipelines.sfm import retrieve_pairs
+    from prism_match.maps import retrieval
+    from prism_match.maps.reconstruction import retrieve_pairs
 
     files, asked = {}, []
     for n in range(5):
@@ -550,14 +562,13 @@ def test_retrieved_pairs_and_their_cache(tmp_path, monkeypatch):
         write_noise(files[f"{n}.png"], n)
     files["3.png"].write_bytes(b"broken")
 
-    def describe(matcher, images):
-        [path] = images
-        load_image(path)
+    def describe(image):
+        path = Path(image.prepared.name)
         asked.append(path.name)
         angle = {"0": 0.0, "1": 3.0, "2": 0.1, "4": 3.1}[path.stem]
-        return np.array([[np.cos(angle), np.sin(angle)]], np.float32)
+        return np.array([np.cos(angle), np.sin(angle)], np.float32)
 
-    monkeypatch.setattr(retrieval, "global_descriptors", describe)
+    monkeypatch.setattr(retrieval, "pool", describe)
     cache, matcher = tmp_path / "descriptors.npz", SyntheticMatcher(None)
     for _ in range(2):
         pairs, broken = retrieve_pairs(files, cache, 1, matcher, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import cv2
 import numpy as np
@@ -11,9 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prism_match.errors import UserError
-from prism_match.pipelines.store import PairMatches
-from prism_match.pipelines.track_polish import polish_tracks, strongest_of_track
-from prism_match.pipelines.tracks import (
+from prism_match.images import write_png
+from prism_match.maps import track_polish
+from prism_match.maps.track_polish import polish_tracks, strongest_of_track
+from prism_match.maps.tracks import (
     IndexedMatches,
     Keypoints,
     SharedKeypoints,
@@ -24,6 +26,11 @@ from prism_match.pipelines.tracks import (
     save_tracks,
     share_keypoints,
 )
+from prism_match.matches import Matches
+
+
+def plain_matches(points0: np.ndarray, points1: np.ndarray, scores: np.ndarray) -> Matches:
+    return Matches(points0, points1, scores, (160, 120), (160, 120))
 
 
 def slow_merge(points, scores, cell, max_error, most):
@@ -109,7 +116,7 @@ def three_views(noise: float, count: int = 200) -> dict:
     pairs = {}
     for a, b in ((0, 1), (0, 2), (1, 2)):
         ends = [(base + 10 * k + noise * g.uniform(-1, 1, base.shape)).astype(np.float32) for k in (a, b)]
-        pairs[f"{a}", f"{b}"] = PairMatches(*ends, g.uniform(0.3, 1, len(base)).astype(np.float32))
+        pairs[f"{a}", f"{b}"] = plain_matches(*ends, g.uniform(0.3, 1, len(base)).astype(np.float32))
     return pairs
 
 
@@ -129,7 +136,7 @@ def test_wrong_matches_are_dropped():
     moved[::10] -= 1.8  # still in the cell of the keypoint it should be
     scores = pairs["0", "2"].scores.copy()
     scores[::10] = 0.05
-    pairs["0", "2"] = PairMatches(pairs["0", "2"].keypoints0, moved, scores)
+    pairs["0", "2"] = plain_matches(pairs["0", "2"].keypoints0, moved, scores)
     shared = share_keypoints(pairs.items(), TrackOptions(cell=8.0, max_error=1.0))
     to = {names: dict(m.index.tolist()) for names, m in shared.matches.items()}
     assert len(to["0", "1"]) == len(to["1", "2"]) == 200
@@ -149,7 +156,7 @@ def turned_views(seed: int, count: int = 400) -> tuple[dict, dict]:
     for a, b in (("0", "1"), ("0", "2"), ("1", "2")):
         points = np.stack(np.mgrid[0:20, 0:20].reshape(2, -1), 1)[:count] * 8.0 + g.uniform(-1, 1, (count, 2))
         ends = [(points @ maps[k][:, :2].T + maps[k][:, 2]).astype(np.float32) for k in (a, b)]
-        pairs[a, b] = PairMatches(*ends, g.uniform(0.3, 1, count).astype(np.float32))
+        pairs[a, b] = plain_matches(*ends, g.uniform(0.3, 1, count).astype(np.float32))
     return pairs, maps
 
 
@@ -228,9 +235,40 @@ def test_keypoints_move_to_where_their_photos_look_alike(photo, tmp_path):
     assert polish_tracks(SharedKeypoints({}, {}), {}).keypoints == {}
 
 
+def test_photos_to_polish_by_stay_within_their_limit(tmp_path, monkeypatch):
+    """By the memory of those that are alive, over more photos than have room."""
+    names = [f"{n}.png" for n in range(12)]
+    g = np.random.default_rng(0)
+    for name in names:
+        write_png(tmp_path / name, g.integers(0, 255, (80, 100), dtype=np.uint8))
+    keypoints = {n: Keypoints(np.float32([[40, 40], [50, 60]]), g.uniform(0, 1, 2)) for n in names}
+    every = {(a, b): IndexedMatches(np.array([[0, 0]]), np.ones(1)) for a in names for b in names if a < b}
+    alive, most = weakref.WeakSet(), []
+
+    class Watched(np.ndarray):
+        __hash__ = object.__hash__
+
+    def watch(path):
+        gray = read(path).view(Watched)
+        alive.add(gray)
+        most.append(len(alive))
+        return gray
+
+    read = track_polish.read_gray_bytes
+    monkeypatch.setattr(track_polish, "read_gray_bytes", watch)
+    monkeypatch.setattr(track_polish, "MEMORY", 4 * 80 * 100)
+    files = {n: tmp_path / n for n in names}
+    few = polish_tracks(SharedKeypoints(keypoints, every), files)
+    assert len(most) >= 12 and max(most) <= 4 + 2  # and the two that are compared
+    monkeypatch.setattr(track_polish, "MEMORY", 2**30)
+    plenty = polish_tracks(SharedKeypoints(keypoints, every), files)
+    for name in names:
+        np.testing.assert_array_equal(few.keypoints[name].xy, plenty.keypoints[name].xy)
+
+
 def test_scales_and_limits():
     pairs = three_views(0.3)
-    large = {k: PairMatches(4 * m.keypoints0, 4 * m.keypoints1, m.scores) for k, m in pairs.items()}
+    large = {k: plain_matches(4 * m.keypoints0, 4 * m.keypoints1, m.scores) for k, m in pairs.items()}
     small, scaled = (
         share_keypoints(pairs.items()),
         share_keypoints(large.items(), None, dict.fromkeys("012", 4.0)),
@@ -241,7 +279,9 @@ def test_scales_and_limits():
     for name, points in few.keypoints.items():
         assert len(points) == 50
         assert points.scores.min() >= np.sort(small.keypoints[name].scores)[-50] - 1e-6
-    nothing = PairMatches(np.zeros((0, 2), np.float32), np.zeros((0, 2), np.float32), np.zeros(0, np.float32))
+    nothing = plain_matches(
+        np.zeros((0, 2), np.float32), np.zeros((0, 2), np.float32), np.zeros(0, np.float32)
+    )
     assert share_keypoints([(("a", "b"), nothing)]).matches == {}
     for bad in ({"cell": 0}, {"max_error": -1}, {"max_keypoints": 0}, {"cell": float("nan")}):
         with pytest.raises(UserError):

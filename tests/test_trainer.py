@@ -425,7 +425,8 @@ def prism(*arguments: object):
     import typer
     from typer.testing import CliRunner
 
-    from prism_match.training.commands import data, train
+    from prism_match.cli.data import data
+    from prism_match.cli.train import train
 
     app = typer.Typer()
     app.command()(train)

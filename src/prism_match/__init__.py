@@ -8,7 +8,8 @@ from prism_match.errors import UserError
 
 if TYPE_CHECKING:
     from prism_match.config import ModelConfig
-    from prism_match.matcher import Matcher, match
+    from prism_match.engine import Matcher
+    from prism_match.matcher import match
     from prism_match.matches import Matches
     from prism_match.model.prism import PRISM
 
@@ -17,7 +18,7 @@ __all__ = ["PRISM", "Matcher", "Matches", "ModelConfig", "UserError", "match"]
 
 _HOMES = {
     "PRISM": "prism_match.model.prism",
-    "Matcher": "prism_match.matcher",
+    "Matcher": "prism_match.engine",
     "match": "prism_match.matcher",
     "Matches": "prism_match.matches",
     "ModelConfig": "prism_match.config",

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from prism_match.errors import UserError
+from prism_match.files import read_words
 from prism_match.geometry import to_points
 
 # name -> number of parameters, number of focal lengths; what follows the principal point is distortion.
@@ -168,15 +169,8 @@ def parse_camera(words: Sequence[str]) -> Camera:
 
 def read_camera_list(path: Path) -> dict[str, Camera]:
     """`NAME MODEL WIDTH HEIGHT PARAMS` a line, as hloc's lists of queries; by name, in their order."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
     cameras = {}
-    for number, line in enumerate(lines, 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
-            continue
+    for number, words in read_words(path):
         try:
             cameras[words[0]] = parse_camera(words[1:])
         except UserError as error:

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import TypeVar
 
 import numpy as np
@@ -24,7 +24,7 @@ BINARY_MODELS = tuple(CAMERA_MODELS)  # COLMAP's ids from 0
 
 
 @dataclass(frozen=True)
-class View:
+class PosedView:
     """One posed photo of a model."""
 
     name: str
@@ -60,7 +60,7 @@ class Model:
     """Posed views and the sparse points they share."""
 
     path: Path
-    views: tuple[View, ...]
+    views: tuple[PosedView, ...]
     points: np.ndarray  # p 3, float64
 
     @cached_property
@@ -133,8 +133,11 @@ def _guarded(read: Callable[[Path], Parsed], file: Path) -> Parsed:
         raise UserError(reason) from e
 
 
-def _view(file: Path, image: tuple, cameras: dict[int, Camera], point_ids: np.ndarray) -> View:
+def _view(file: Path, image: tuple, cameras: dict[int, Camera], point_ids: np.ndarray) -> PosedView:
     name, quaternion, translation, camera, xys, ids = image
+    if ".." in PureWindowsPath(name).parts or PureWindowsPath(name).anchor or "\0" in name:
+        # Photos are read, and depth maps written, under this name.
+        raise UserError(f"{file}: the name of image {name!r} leads outside the folder of the images")
     if camera not in cameras:
         raise UserError(f"{file}: image {name} has camera {camera}, which is not in the model")
     ids, first = np.unique(ids, return_index=True)  # a point seen twice in one image counts once
@@ -144,7 +147,7 @@ def _view(file: Path, image: tuple, cameras: dict[int, Camera], point_ids: np.nd
     T = np.eye(4)
     T[:3, :3], T[:3, 3] = rotation_of(np.asarray(quaternion, float)), translation
     pixels = (xys[first[known]] - 0.5).astype(np.float32)
-    return View(name, cameras[camera], T, pixels, rows[known])
+    return PosedView(name, cameras[camera], T, pixels, rows[known])
 
 
 def rotation_of(q: np.ndarray) -> np.ndarray:

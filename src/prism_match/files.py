@@ -94,6 +94,17 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+def read_words(path: Path, tabs: bool = False) -> list[tuple[int, list[str]]]:
+    """The words of each line of a text file with its number, but for empty lines and comments (#). tabs: a
+    line that has some is parted there and nowhere else, so that words can have spaces."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from error
+    rows = [[w.strip() for w in x.split("\t")] if tabs and "\t" in x else x.split() for x in lines]
+    return [(n, words) for n, words in enumerate(rows, 1) if words and not words[0].startswith("#")]
+
+
 class _ArraysOnly(pickle.Unpickler):
     """Unpickles arrays, numbers, strings and containers of them; whatever else a file asks for, it refuses.
     A pickle can otherwise run any program when it is read."""

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import cv2
 import numpy as np
 
+from prism_match.config import Backend
 from prism_match.errors import UserError
 
 Model = Literal["homography", "fundamental", "essential"]
-Backend = Literal["opencv", "usac", "poselib"]
 
 MINIMUM = {"homography": 4, "fundamental": 7, "essential": 5}  # points a model needs
 THRESHOLD = {"homography": 3.0, "fundamental": 1.5, "essential": 1.5}  # pixels

@@ -1,20 +1,19 @@
-"""Image pair in, `Matches` out: resize, pad, batch, match, turn, and back to original pixels."""
+"""Image pair in, `Matches` out: resize, pad, match, turn, and back to original pixels."""
 
 from __future__ import annotations
 
+import numbers
 import os
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from prism_match.config import ModelConfig
+from prism_match.config import ModelConfig, Precision, Rotate
 from prism_match.errors import UserError
 from prism_match.images import Image, ImageLike, load_image, load_mask, resize
 from prism_match.matches import Details, Matches
@@ -22,10 +21,7 @@ from prism_match.model.prism import CELL, STRIDE, Features, PairMatches
 from prism_match.polish import MORE_ROUNDS, MOST_ZOOM, ROUNDS, polish, zooms
 from prism_match.weights import build_model, weights_info
 
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
-Rotate = Literal["auto", "always", "never"]
 MaskLike: TypeAlias = "ImageLike | None"
-PairLike: TypeAlias = "tuple[ImageLike, ImageLike] | tuple[ImageLike, ImageLike, MaskLike, MaskLike]"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 DEFAULT_SIZE = 832  # longer side in pixels, the paper's size for its ablations
@@ -33,14 +29,11 @@ DEFAULT_SIZE = 832  # longer side in pixels, the paper's size for its ablations
 # chance. On real pairs it was at most 0.3 % of the number of cells the wrong way up and seldom below 0.5 %
 # the right way up.
 EVIDENT, WEAK = 0.2, 0.005
+KEPT = 4 * 2**20  # bytes of an image from memory that a result keeps a copy of, for pictures
 
 
-class Matcher:
-    """Matches photos. Load it once, use it for many pairs.
-
-    matcher = Matcher()
-    matches = matcher.match("a.jpg", "b.jpg")
-    """
+class PairMatcher:
+    """Matches two photos at a time; `Matcher`, which many pairs can be given to, is built on it."""
 
     def __init__(
         self,
@@ -66,8 +59,7 @@ class Matcher:
         has next to no matches. Matches are in pixels of the images as they are given, always.
         polish: whether the model's matches are moved by fractions of a pixel to where both images, as large
         as they are given, look most alike (`polish.py`); False: the paper's refinement alone."""
-        if size < STRIDE:
-            raise UserError(f"size must be at least {STRIDE} pixels, not {size}")
+        check_size(size)
         if threshold is not None and not 0 <= threshold < 1:
             raise UserError(f"threshold must be at least 0 and below 1, not {threshold}")
         if max_matches is not None and max_matches < 1:
@@ -94,51 +86,17 @@ class Matcher:
     ) -> Matches:
         """The correspondences of two images. Masks, of the size of their images, are non-zero where
         to look. With `details` the result tells what was pruned and when."""
-        pair = Pair(self._prepare(image0, mask0), self._prepare(image1, mask1))
+        pair = PreparedPair(
+            *(self.prepare(x, keep=True).masked(mask) for x, mask in ((image0, mask0), (image1, mask1)))
+        )
         return self._match_batch([pair], self._extract([pair.a]), self._extract([pair.b]), details)[0]
-
-    def match_many(
-        self,
-        pairs: Iterable[PairLike],
-        batch_size: int = 8,
-        *,
-        details: bool = False,
-        cache_mib: int = 4096,
-    ) -> Iterator[Matches]:
-        """One result per pair, in order, as they are ready. A pair is (image0, image1), or with masks
-        (image0, image1, mask0, mask1), of which either mask may be None.
-
-        The features of an image are computed once, however many pairs it is in, as long as the images
-        in use at a time fit into `cache_mib`; beyond that the least recently used ones are dropped and
-        computed again if they come back. Pairs of equal padded size are matched `batch_size` at a
-        time."""
-        if batch_size < 1:
-            raise UserError(f"batch_size must be at least 1, not {batch_size}")
-        cache = FeatureCache(cache_mib * 2**20)
-        stream = iter(pairs)
-        while chunk := list(islice(stream, batch_size)):
-            yield from self._match_chunk(chunk, cache, details)
-
-    def _match_chunk(self, chunk: list[PairLike], cache: FeatureCache, details: bool) -> list[Matches]:
-        if any(len(pair) not in (2, 4) for pair in chunk):
-            raise UserError("a pair must be (image0, image1) or (image0, image1, mask0, mask1)")
-        sources = {image_key(source): source for pair in chunk for source in pair[:2]}
-        known = {key: entry for key in sources if (entry := cache.get(key)) is not None}
-        new = [key for key in sources if key not in known]
-        extracted = self.extract([sources[key] for key in new])
-        known |= {k: CacheEntry(sources[k], image) for k, image in zip(new, extracted, strict=True)}
-        pairs = []
-        for image0, image1, *masks in chunk:
-            a, b = (known[image_key(source)].image for source in (image0, image1))
-            mask0, mask1 = masks or (None, None)
-            pairs.append((a.masked(mask0), b.masked(mask1)))
-        cache.add(known)
-        return self.match_extracted(pairs, details=details)
 
     def extract(self, images: Sequence[ImageLike], *, size: int | None = None) -> list[ImageFeatures]:
         """What the backbone sees in each image, to be matched any number of times.
         size: the longer side to shrink to; None: the matcher's."""
-        prepared = [self._prepare(image, size=size) for image in images]
+        return self.extract_prepared([self.prepare(image, size) for image in images])
+
+    def extract_prepared(self, prepared: Sequence[Prepared]) -> list[ImageFeatures]:
         results: dict[int, ImageFeatures] = {}
         for group in group_by(list(enumerate(prepared)), lambda x: x[1].padded_size):
             for (n, p), features in zip(group, self._extract([p for _, p in group]), strict=True):
@@ -152,7 +110,7 @@ class Matcher:
         results: dict[int, Matches] = {}
         for group in group_by(list(enumerate(pairs)), lambda x: tuple(i.prepared.padded_size for i in x[1])):
             matches = self._match_batch(
-                [Pair(a.prepared, b.prepared) for _, (a, b) in group],
+                [PreparedPair(a.prepared, b.prepared) for _, (a, b) in group],
                 [a.features for _, (a, _) in group],
                 [b.features for _, (_, b) in group],
                 details,
@@ -160,19 +118,27 @@ class Matcher:
             results |= {n: m for (n, _), m in zip(group, matches, strict=True)}
         return [results[n] for n in range(len(pairs))]
 
-    def _prepare(self, source: ImageLike, mask: MaskLike = None, size: int | None = None) -> Prepared:
+    def prepare(self, source: ImageLike, size: int | None = None, *, keep: bool = False) -> Prepared:
+        """An image turned gray and resized; its features can be computed any time later.
+        size: the longer side to shrink to; None: the matcher's. keep: a copy of an image from memory, where
+        it is small, so that matches can be drawn; larger ones have to be given to `Matches.plot` again."""
+        if size is not None:
+            check_size(size)
         image = load_image(source)
         width, height = image.size
         scale = min((size or self.size) / max(width, height), 1.0)
         w, h = max(CELL, round(width * scale)), max(CELL, round(height * scale))
-        in_memory = image if not isinstance(source, (str, os.PathLike)) else None
+        kept = None
+        if keep and not isinstance(source, (str, os.PathLike)) and image.pixels.nbytes <= KEPT:
+            kept = Image(image.pixels.copy(), image.name)  # the caller's memory may get another image
         sharp = None
         if self.polish and scale < 1:
             zoom = min(1 / scale, MOST_ZOOM)
             large = resize(image.gray, *(max(1, round(n * scale * zoom)) for n in (width, height)))
             sharp = (large * 255).round().astype(np.uint8)  # a quarter of the memory, and no less exact
-        prepared = Prepared(resize(image.gray, w, h), image.size, image.name, in_memory, sharp=sharp)
-        return prepared.masked(image.opaque).masked(mask)
+        gray = resize(image.gray, w, h)
+        gray = gray.copy() if np.may_share_memory(gray, image.pixels) else gray
+        return Prepared(gray, image.size, image.name, kept, sharp=sharp).masked(image.opaque)
 
     @torch.inference_mode()
     def _extract(self, prepared: list[Prepared]) -> list[Features]:
@@ -189,24 +155,27 @@ class Matcher:
                 torch.from_numpy(images).to(self.device),
                 None if mask.all() else torch.from_numpy(mask).to(self.device),
             )
+        if len(prepared) == 1:
+            return [features]
+        # Views of one batch would hold all of its memory as long as any of them is needed.
         parts = zip(features.coarse.split(1), features.fine.split(1), features.valid.split(1), strict=True)
-        return [Features(*part) for part in parts]
+        return [Features(*(tensor.clone() for tensor in part)) for part in parts]
 
     def _match_batch(
-        self, pairs: list[Pair], features0: list[Features], features1: list[Features], details: bool
+        self, pairs: list[PreparedPair], features0: list[Features], features1: list[Features], details: bool
     ) -> list[Matches]:
         """Of pairs of equal padded sizes, turned if need be."""
         best = self._match_as_they_are(pairs, features0, features1, details)
         tried = [n for n, pair in enumerate(pairs) if self._is_doubtful(best[n], pair)]
         for turns in (1, 2, 3) if tried else ():
-            turned = [Pair(pairs[n].a, pairs[n].b.turned(turns)) for n in tried]
+            turned = [PreparedPair(pairs[n].a, pairs[n].b.turned(turns)) for n in tried]
             features = self._extract([pair.b for pair in turned])
             found = self._match_as_they_are(turned, [features0[n] for n in tried], features, details)
             for n, matches in zip(tried, found, strict=True):
                 best[n] = max(best[n], matches, key=evidence)  # the first of equals: turned the least
         return [matches.filter(top=self.max_matches) for matches in best]
 
-    def _is_doubtful(self, matches: Matches, pair: Pair) -> bool:
+    def _is_doubtful(self, matches: Matches, pair: PreparedPair) -> bool:
         """Whether image 1 should be turned."""
         if self.rotate != "auto":
             return self.rotate == "always"
@@ -214,7 +183,7 @@ class Matcher:
 
     @torch.inference_mode()
     def _match_as_they_are(
-        self, pairs: list[Pair], features0: list[Features], features1: list[Features], details: bool
+        self, pairs: list[PreparedPair], features0: list[Features], features1: list[Features], details: bool
     ) -> list[Matches]:
         a, b = stack(features0), stack(features1)
         keep0 = self._regions([p.a for p in pairs], a)
@@ -230,7 +199,7 @@ class Matcher:
         regions = [np.ones(shape, dtype=bool) if p.mask is None else p.region for p in prepared]
         return torch.from_numpy(np.stack(regions)).to(self.device)
 
-    def _to_matches(self, found: PairMatches, n: int, pair: Pair, details: bool) -> Matches:
+    def _to_matches(self, found: PairMatches, n: int, pair: PreparedPair, details: bool) -> Matches:
         mine = found.batch == n
         at0, at1 = found.keypoints0[mine].float(), found.keypoints1[mine].float()
         if self.polish and len(at0):
@@ -247,7 +216,7 @@ class Matcher:
             (pair.a.in_memory, pair.b.in_memory),
         )  # fmt: skip
 
-    def _polish(self, pair: Pair, at0: Tensor, at1: Tensor) -> Tensor:
+    def _polish(self, pair: PreparedPair, at0: Tensor, at1: Tensor) -> Tensor:
         for n, zoom in enumerate(zooms(min(pair.a.zoom, pair.b.zoom))):
             gray0, gray1 = (p.zoomed(zoom) for p in (pair.a, pair.b))
             scale0, scale1 = (
@@ -271,7 +240,7 @@ class Prepared:
     gray: np.ndarray  # h w, float32, resized and turned
     size: tuple[int, int]  # original width, height
     name: str
-    in_memory: Image | None  # the image itself where it came from no file
+    in_memory: Image | None  # the image itself where it came from no file and is small
     mask: np.ndarray | None = None  # h w, float32, resized and turned: where to look
     turns: int = 0  # by 90 degrees, as np.rot90 does it
     # H W, uint8, turned: as large as it is worth polishing at; None: no larger than `gray`
@@ -336,7 +305,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PreparedPair:
     a: Prepared
     b: Prepared
 
@@ -351,44 +320,25 @@ class ImageFeatures:
     def masked(self, mask: MaskLike) -> ImageFeatures:
         return self if mask is None else replace(self, prepared=self.prepared.masked(mask))
 
-    @property
-    def nbytes(self) -> int:
-        tensors = (self.features.coarse, self.features.fine, self.features.valid)
-        sharp = self.prepared.sharp
-        images = self.prepared.gray.nbytes + (0 if sharp is None else sharp.nbytes)
-        return sum(t.numel() * t.element_size() for t in tensors) + images
+    def pack(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """As tensors and texts, for a file."""
+        f, p = self.features, self.prepared
+        tensors = {"coarse": f.coarse, "fine": f.fine, "valid": f.valid, "gray": torch.from_numpy(p.gray)}
+        for key, image in (("sharp", p.sharp), ("mask", p.mask)):
+            if image is not None:
+                tensors[key] = torch.from_numpy(image)
+        plain = {k: v.cpu().contiguous() for k, v in tensors.items()}
+        return plain, {"name": p.name, "width": str(p.size[0]), "height": str(p.size[1])}
 
-
-@dataclass(frozen=True)
-class CacheEntry:
-    source: ImageLike  # held so that the identity of an object stays its own
-    image: ImageFeatures
-
-
-class FeatureCache:
-    """Features of the images used most recently, within a number of bytes."""
-
-    def __init__(self, limit: int):
-        self.limit, self.used = limit, 0
-        self.entries: OrderedDict[Any, CacheEntry] = OrderedDict()
-
-    def get(self, key: Any) -> CacheEntry | None:
-        return self.entries.get(key)
-
-    def add(self, entries: dict[Any, CacheEntry]) -> None:
-        for key, entry in entries.items():
-            if key not in self.entries:
-                self.used += entry.image.nbytes
-            self.entries[key] = entry
-            self.entries.move_to_end(key)
-        while self.used > self.limit and self.entries:
-            _, dropped = self.entries.popitem(last=False)
-            self.used -= dropped.image.nbytes
-
-
-def image_key(source: ImageLike) -> Any:
-    """The same for the same file, or the same object."""
-    return str(Path(source).resolve()) if isinstance(source, (str, os.PathLike)) else id(source)
+    @staticmethod
+    def unpack(tensors: dict[str, Tensor], texts: dict[str, str], device: torch.device) -> ImageFeatures:
+        """What `pack` gave."""
+        size = int(texts["width"]), int(texts["height"])
+        sharp, mask = (tensors[k].numpy() if k in tensors else None for k in ("sharp", "mask"))
+        prepared = Prepared(tensors["gray"].numpy(), size, texts["name"], None, mask, sharp=sharp)
+        return ImageFeatures(
+            prepared, Features(*(tensors[k].to(device) for k in ("coarse", "fine", "valid")))
+        )
 
 
 def group_by(items: list[Any], key: Any) -> list[list[Any]]:
@@ -405,7 +355,7 @@ def stack(features: list[Features]) -> Features:
     return Features(*(torch.cat(part) for part in parts))
 
 
-def collect_details(found: PairMatches, n: int, pair: Pair) -> Details:
+def collect_details(found: PairMatches, n: int, pair: PreparedPair) -> Details:
     """The masks and NMI of one pair, cut to the cells that hold pixels. Those of a turned image are turned
     back; they then begin at another corner of it, which shifts them by less than a cell."""
 
@@ -434,6 +384,11 @@ def is_inside(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return np.all((points >= -0.5) & (points <= np.array(size) - 0.5), axis=1)
 
 
+def check_size(size: Any) -> None:
+    if not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < STRIDE:
+        raise UserError(f"size must be a whole number of at least {STRIDE} pixels, not {size!r}")
+
+
 def find_device(name: str | torch.device) -> torch.device:
     """ "auto": the GPU if there is one."""
     if str(name) == "auto":
@@ -459,4 +414,4 @@ def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:
 
 def match(image0: ImageLike, image1: ImageLike, **options: Any) -> Matches:
     """Match two images with the default settings. For more than one pair, keep a `Matcher`."""
-    return Matcher(**options).match(image0, image1)
+    return PairMatcher(**options).match(image0, image1)

@@ -167,6 +167,10 @@ class Matches:
     def image(self, which: int, given: ImageLike | None = None) -> Image:
         """Image 0 or 1 itself, for pictures: as given, from memory, or read from its file again."""
         source = given if given is not None else self.images[which] or (self.name0, self.name1)[which]
+        if isinstance(source, str) and source in ("array", "tensor", "PIL image"):
+            raise UserError(
+                f"an image from memory is not kept if it is large: give it again, as image{which}="
+            )
         image, size = load_image(source), (self.size0, self.size1)[which]
         if image.size != size:
             raise UserError(

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prism_match.engine.photos import Resize, scaling
 from prism_match.errors import UserError
-from prism_match.evaluation.pairs import PosePair, Resize, scaling
+from prism_match.evaluation.pairs import PosePair
+from prism_match.frames import read_depth
 from prism_match.images import image_size
-from prism_match.training.data.files import read_depth
 from prism_match.training.data.posed import resize_depth
 from prism_match.training.pairs import CELL, PairBatch, cell_centres
 from prism_match.training.supervision import CoarseTruth, Warp, coarse_ground_truth, depth_at, warp_by_depth
@@ -20,7 +21,7 @@ FEWEST = 10  # co-visible cells that a ratio is taken from
 
 
 @dataclass(frozen=True)
-class View:
+class DepthView:
     """One image of a pair after resizing, padded to whole cells."""
 
     size: tuple[int, int]  # width, height without padding
@@ -35,7 +36,7 @@ class View:
         return mask
 
 
-def load_views(pair: PosePair, resizing: Resize) -> tuple[View, View]:
+def load_views(pair: PosePair, resizing: Resize) -> tuple[DepthView, DepthView]:
     sides = (
         (pair.image0, pair.depth0, pair.K0, pair.frame0),
         (pair.image1, pair.depth1, pair.K1, pair.frame1),
@@ -52,11 +53,11 @@ def load_views(pair: PosePair, resizing: Resize) -> tuple[View, View]:
             raise UserError(str(error)) from error
         depth = np.pad(depth, ((0, -height % CELL), (0, -width % CELL)))
         K = scaling(frame or size, (width, height)) @ K
-        views.append(View((width, height), torch.from_numpy(depth)[None], torch.from_numpy(K)[None]))
+        views.append(DepthView((width, height), torch.from_numpy(depth)[None], torch.from_numpy(K)[None]))
     return views[0], views[1]
 
 
-def warp_cells(a: View, b: View, T: np.ndarray) -> Warp:
+def warp_cells(a: DepthView, b: DepthView, T: np.ndarray) -> Warp:
     """Where the centres of a's cells, row by row, land in b; T (4 4) leads from a to b."""
     centres = cell_centres(*a.depth.shape[-2:]).flatten(0, 1)[None]
     width, height = b.size

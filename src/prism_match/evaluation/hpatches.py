@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from prism_match.engine.methods import Method, as_method
+from prism_match.engine.photos import IMAGE_SUFFIXES, Resize, scale_points, scaling
 from prism_match.errors import UserError
-from prism_match.evaluation.methods import Method, as_method
 from prism_match.evaluation.metrics import CORNER_THRESHOLDS, corner_error, precision
-from prism_match.evaluation.pairs import IMAGE_SUFFIXES, HomographyPair, Resize, scale_points, scaling
+from prism_match.evaluation.pairs import HomographyPair
 from prism_match.evaluation.pose import check_ransac, degenerate
 from prism_match.evaluation.runner import Result, Run, Score, evaluate, failed
 from prism_match.geometry import MINIMUM, Backend, estimate, warp_points
 from prism_match.matches import Matches
 
 if TYPE_CHECKING:
-    from prism_match.matcher import Matcher
+    from prism_match.matcher import PairMatcher
 
 SHORTER_SIDE = 480
 MOST_MATCHES = 1000
@@ -79,7 +80,7 @@ def read_matrix(file: Path) -> np.ndarray | None:
 
 def evaluate_homography(
     pairs: Sequence[HomographyPair],
-    method: Method | Matcher | str,
+    method: Method | PairMatcher | str,
     size: int = SHORTER_SIDE,
     ransac: Backend = "opencv",
     threshold: float | None = None,

@@ -13,7 +13,7 @@ qz tx ty tz) beside it, those photos are the queries and the map stays whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,22 +23,25 @@ import numpy as np
 
 from prism_match.cameras import pinhole, read_camera_list
 from prism_match.colmap_model import is_model, read_model
+from prism_match.config import PnpBackend
+from prism_match.engine import Clock, Engine, Limits, Resize
+from prism_match.engine.methods import Method, Sift
 from prism_match.errors import UserError
-from prism_match.evaluation.methods import Method, Sift
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
-from prism_match.evaluation.pairs import Resize, choose
+from prism_match.evaluation.pairs import choose
 from prism_match.evaluation.posed import read_cameras, read_scene
 from prism_match.evaluation.report import Report, Table, shorten
-from prism_match.evaluation.runner import Clock, Run, match_all, progress_bar
+from prism_match.evaluation.runner import Run, match_all, match_store, progress_bar
 from prism_match.evaluation.triangulate import PosedCamera, triangulate_map
 from prism_match.files import writable_folder
+from prism_match.frames import is_sequence, read_sequence
 from prism_match.geometry import camera_centres, rotation_angle
 from prism_match.images import image_size
+from prism_match.maps.landmarks import DepthMap, Map, SfmMap, without
+from prism_match.maps.localization import Localized, Query, localize, read_poses, read_retrieval
+from prism_match.maps.pnp import choose_backend
+from prism_match.maps.queries import MatchedQuery, match_queries, retrieve
 from prism_match.matches import Matches
-from prism_match.pipelines.localize import Localized, Query, localize, read_poses, read_retrieval
-from prism_match.pipelines.maps import DepthMap, Map, SfmMap, without
-from prism_match.pipelines.pnp import PnpBackend, choose_backend
-from prism_match.pipelines.query_matching import match_queries, retrieve
 
 WITHIN = ((0.25, 2.0), (0.5, 5.0), (1.0, 10.0))  # metres and degrees, as the paper has them
 TOP = 5  # map photos that a query is matched with
@@ -87,7 +90,7 @@ def localization(o: Options) -> Report:
     by_name = dict(zip(jobs, cases, strict=True))
     clock = Clock()
     outcomes = {}
-    for matched in match_queries(jobs, method, resizing, match_cache(o.run), clock, o.run.progress):
+    for matched in match_jobs(jobs, method, resizing, o.run, clock):
         scene, query, _ = by_name[matched.query]
         found = localize(
             query, matched.found, scene.map_for(query.name), threshold=threshold, backend=backend, seed=o.seed
@@ -118,6 +121,14 @@ def pnp_backend(o: Options) -> PnpBackend:
 def match_cache(run: Run) -> Path | None:
     """Where matches are kept, so that a run goes on where it was."""
     return run.cache or (run.out / "matches" if run.out else None)
+
+
+def match_jobs(
+    jobs: dict[str, tuple[Path, dict[str, Path]]], method: Method, resizing: Resize, run: Run, clock: Clock
+) -> Iterator[MatchedQuery]:
+    engine = Engine(method, resizing, Limits(run.batch), clock)
+    with match_store(engine, match_cache(run)) as store:
+        yield from match_queries(jobs, engine, store, by_content=True, progress=run.progress)
 
 
 def rank_photos(scene: Scene, o: Options, top: int) -> dict[str, list[str]]:
@@ -223,10 +234,6 @@ def read_scenes(o: Options, resizing: Resize) -> list[Scene]:
     )
 
 
-def is_sequence(folder: Path) -> bool:
-    return (folder / "pose").is_dir() or next(folder.glob("*.pose.txt"), None) is not None
-
-
 def read_calibrated_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
     """The map is made of SIFT at the same size, whatever is measured in it: maps mostly are."""
     cameras: dict[str, PosedCamera] = {}
@@ -238,7 +245,9 @@ def read_calibrated_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
     pairs = read_scene(folder / "cameras.txt")
     matches = {}
     with progress_bar(len(pairs), 0, f"map of {folder.name}", o.run.progress) as tick:
-        for pair, found in match_all(pairs, Sift(), resizing, match_cache(o.run), Clock()):
+        for pair, found in match_all(
+            pairs, Sift(), resizing, replace(o.run, cache=match_cache(o.run)), Clock()
+        ):
             if isinstance(found, Matches):
                 key = pair.image0.name, pair.image1.name
                 matches[key] = found.keypoints0, found.keypoints1
@@ -256,8 +265,6 @@ def read_calibrated_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
 
 
 def read_sequence_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
-    from prism_match.training.data.rgbd import read_sequence
-
     try:
         frames = {frame.image.name: frame for frame in read_sequence(folder)}
     except ValueError as error:
@@ -267,13 +274,7 @@ def read_sequence_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
     world = DepthMap(frames, o.depth_scale)
     queries = {name: Query.stored(name, world.path(name), world.camera(name)) for name in frames}
     photos = {name: world.path(name) for name in frames}
-    return Scene(
-        folder.name,
-        photos,
-        queries,
-        world.poses,
-        lambda _: world,
-    )
+    return Scene(folder.name, photos, queries, world.poses, lambda _: world)
 
 
 def read_model_scene(folder: Path, o: Options, resizing: Resize) -> Scene:

@@ -10,23 +10,24 @@ that overlap by less than half: less than half of their known cells are matchabl
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from prism_match.engine import Clock, Prism, Resize
 from prism_match.errors import UserError
 from prism_match.evaluation.megadepth import read_megadepth
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
-from prism_match.evaluation.pairs import PosePair, Resize
+from prism_match.evaluation.pairs import PosePair
 from prism_match.evaluation.published import MASKS
 from prism_match.evaluation.report import Report, Table, shorten
-from prism_match.evaluation.runner import load_resized, progress_bar
+from prism_match.evaluation.runner import Run, match_all, progress_bar
 from prism_match.evaluation.scannet import FRAME, is_scannet, read_scannet
+from prism_match.matches import Matches
 
 if TYPE_CHECKING:
-    from prism_match.matcher import Matcher
+    from prism_match.matcher import PairMatcher
 
 
 class Quality(NamedTuple):
@@ -73,23 +74,25 @@ def masks(o: Options) -> Report:
 
 
 def measure_masks(
-    pairs: Sequence[PosePair], matcher: Matcher, resizing: Resize, progress: bool = False
+    pairs: Sequence[PosePair], matcher: PairMatcher, resizing: Resize, progress: bool = False
 ) -> tuple[list[list[Quality]], dict[str, str]]:
     """For each pair with matchable cells, the masks of its images that have them; and by name why others
     cannot be measured."""
     matcher = copy.copy(matcher)  # shares the model
-    matcher.size = sys.maxsize  # the benchmark resizes
-    matcher.rotate = "never"  # the truth is for the images as they are
+    matcher.rotate, matcher.polish = "never", False  # the truth is for the images and their cells as they are
     found: list[list[Quality]] = []
     unusable: dict[str, str] = {p.name: p.problem for p in pairs if p.problem}
-    with progress_bar(len(pairs), 0, "masks", progress) as tick:
-        for pair in pairs:
+    usable = [p for p in pairs if not p.problem]
+    method = Prism(matcher, details=True)
+    with progress_bar(len(usable), 0, "masks", progress) as tick:
+        for pair, matches in match_all(usable, method, resizing, Run(), Clock()):
             try:
-                if not pair.problem:
-                    qualities = pair_quality(pair, matcher, resizing)
-                    if not qualities:
-                        raise UserError("no cell of one image has a match in the other")
-                    found.append(qualities)
+                if isinstance(matches, str):
+                    raise UserError(matches)
+                qualities = pair_quality(pair, matches, resizing)  # type: ignore[arg-type]
+                if not qualities:
+                    raise UserError("no cell of one image has a match in the other")
+                found.append(qualities)
             except UserError as error:
                 unusable[pair.name] = str(error)
             tick()
@@ -113,13 +116,12 @@ def summarise(found: Sequence[Sequence[Quality]]) -> dict[str, float | None]:
     }
 
 
-def pair_quality(pair: PosePair, matcher: Matcher, resizing: Resize) -> list[Quality]:
+def pair_quality(pair: PosePair, matches: Matches, resizing: Resize) -> list[Quality]:
     """Of each image of the pair that has matchable cells."""
     from prism_match.evaluation.covisible import matchable_cells
 
     truth, cells0, cells1 = matchable_cells(pair, resizing)
-    images = (load_resized(path, resizing)[0] for path in (pair.image0, pair.image1))
-    details = matcher.match(*images, details=True).details
+    details = matches.details
     assert details is not None
     sides = (
         (details.keep0, truth.matchable0, truth.unmatchable0, cells0),

@@ -2,7 +2,7 @@
 
     ROOT/scene_info/*.npz   image_paths, depth_paths, intrinsics, poses, pair_infos; paths from ROOT
 
-The principal points there are COLMAP's (the top-left corner is (0, 0)) and are moved by half a pixel."""
+As `training.data.megadepth` reads it; a pair whose pose or depth is not known is one all the same."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import numpy as np
 
 from prism_match.errors import UserError
 from prism_match.evaluation.pairs import PosePair
-from prism_match.files import load_object_arrays
-
-KEYS = ("image_paths", "depth_paths", "intrinsics", "poses", "pair_infos")
+from prism_match.training.data.megadepth import SceneIndex, read_index
 
 
 def read_megadepth(root: str | Path) -> list[PosePair]:
@@ -29,35 +27,28 @@ def read_megadepth(root: str | Path) -> list[PosePair]:
 
 def read_scene_info(root: Path, file: Path) -> list[PosePair]:
     try:
-        index = dict(zip(KEYS, load_object_arrays(file, KEYS), strict=True))
-        return [make_pair(root, file.stem, index, *map(int, info[0])) for info in index["pair_infos"]]
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise UserError(f"{file}: not an index of MegaDepth pairs ({error})") from error
+        index = read_index(file)
+        return [make_pair(root, file.stem, index, a, b) for a, b in index.pairs.tolist()]
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
-def make_pair(root: Path, split: str, index: dict[str, np.ndarray], a: int, b: int) -> PosePair:
-    images, depths, intrinsics, poses = (index[key] for key in KEYS[:4])
-    if images[a] is None or images[b] is None:
-        raise ValueError(f"pair {a} {b} names an image that is not listed")
+def make_pair(root: Path, split: str, index: SceneIndex, a: int, b: int) -> PosePair:
+    image0, image1, K0, K1 = index.images[a], index.images[b], index.K[a], index.K[b]
+    if image0 is None or image1 is None or K0 is None or K1 is None:
+        raise ValueError(f"{split}: not an index of MegaDepth pairs: {a} {b} names one that is not listed")
     return PosePair(
-        name=f"{split}/{Path(images[a]).stem}-{Path(images[b]).stem}",
-        image0=root / images[a],
-        image1=root / images[b],
+        name=f"{split}/{Path(image0).stem}-{Path(image1).stem}",
+        image0=root / image0,
+        image1=root / image1,
         split=split,
         scene=split.split("_")[0],
-        K0=pixel_centred(intrinsics[a]),
-        K1=pixel_centred(intrinsics[b]),
-        T_0to1=relative_pose(poses[a], poses[b]),
-        depth0=depth_path(root, depths[a]),
-        depth1=depth_path(root, depths[b]),
+        K0=K0,
+        K1=K1,
+        T_0to1=relative_pose(index.T[a], index.T[b]),
+        depth0=depth_path(root, index.depths[a]),
+        depth1=depth_path(root, index.depths[b]),
     )
-
-
-def pixel_centred(K: Any) -> np.ndarray:
-    """3 3: from COLMAP's pixels to those with the centre of the first one at (0, 0)."""
-    K = np.array(K, dtype=float).reshape(3, 3)
-    K[:2, 2] -= 0.5
-    return K
 
 
 def relative_pose(T0: Any, T1: Any) -> np.ndarray | None:

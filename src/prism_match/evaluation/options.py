@@ -6,17 +6,14 @@ import sys
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from prism_match.config import ModelConfig, Precision, Rotate, load_model_config
+from prism_match.engine import Matcher
+from prism_match.engine.methods import Method, Prism, as_method
 from prism_match.errors import UserError
-from prism_match.evaluation.methods import Method, Prism, as_method
 from prism_match.evaluation.pairs import AnyPair, choose, name_apart
 from prism_match.evaluation.runner import Run
 from prism_match.geometry import Backend
-
-if TYPE_CHECKING:
-    from prism_match.config import ModelConfig
-    from prism_match.matcher import Matcher, Precision, Rotate
 
 DEFAULT_SIZE = 832  # longer side, the paper's for its ablations
 
@@ -34,7 +31,6 @@ class Options:
     configs: tuple[str, ...] = ()  # presets or files; none: the one in the weights
     device: str = "auto"
     precision: Precision = "auto"
-    batch: int = 1
     confidence: float | None = None  # least one of a match; None: the model's theta_c
     rotate: Rotate = "auto"
     polish: bool = True
@@ -53,11 +49,9 @@ class Options:
         """The one method that most benchmarks measure."""
         if self.method != "prism":
             return as_method(self.method)
-        return Prism(self.make_matcher(*self.single()), self.batch)
+        return Prism(self.make_matcher(*self.single()))
 
     def single(self) -> tuple[str | Path | None, ModelConfig | None]:
-        from prism_match.config import load_model_config
-
         if len(self.weights) > 1 or len(self.configs) > 1:
             raise UserError("several weights or configs are compared by the ablation benchmark only")
         config = load_model_config(self.configs[0]) if self.configs else None
@@ -66,8 +60,6 @@ class Options:
     def make_matcher(
         self, weights: str | Path | None, config: ModelConfig | None, confidence: float | None = None
     ) -> Matcher:
-        from prism_match.matcher import Matcher
-
         if self.method != "prism":
             raise UserError(f"this benchmark looks into the model: it cannot measure {self.method}")
         least = self.confidence if confidence is None else confidence

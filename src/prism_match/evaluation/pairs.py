@@ -1,4 +1,4 @@
-"""What a benchmark consists of: pairs of images with the truth about them, and how to resize the images."""
+"""What a benchmark consists of: pairs of images with the truth about them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import TypeVar
 import numpy as np
 
 from prism_match.errors import UserError
-from prism_match.geometry import resize_matrix
 
 AnyPair = TypeVar("AnyPair", bound="Pair")
 Item = TypeVar("Item")
-IMAGE_SUFFIXES = (".ppm", ".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,36 +64,6 @@ class HomographyPair(Pair):
         return "no homography is given" if self.H is None or not np.isfinite(self.H).all() else ""
 
 
-@dataclass(frozen=True)
-class Resize:
-    """How a benchmark resizes its images before they are matched; exactly one of the three is given."""
-
-    longer: int | None = None
-    shorter: int | None = None
-    exact: tuple[int, int] | None = None  # width, height
-    enlarge: bool = True  # small images too, as the published protocols do it
-
-    def __call__(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width, height before -> after."""
-        if self.exact is not None:
-            return self.exact
-        scale = self.longer / max(size) if self.longer else (self.shorter or 0) / min(size)
-        scale = scale if self.enlarge else min(scale, 1.0)
-        return round(size[0] * scale), round(size[1] * scale)
-
-    @property
-    def side(self) -> int:
-        """The one number that tells it best."""
-        return max(self.exact) if self.exact else self.longer or self.shorter or 0
-
-    def __str__(self) -> str:
-        if self.exact is not None:
-            return f"{self.exact[0]}x{self.exact[1]} px"
-        most = "" if self.enlarge else "at most "
-        side = f"longer side {most}{self.longer}" if self.longer else f"shorter side {most}{self.shorter}"
-        return f"{side} px"
-
-
 def name_apart(pairs: Iterable[AnyPair]) -> list[AnyPair]:
     """A pair that is listed twice counts twice: the second one is called "NAME #2"."""
     seen: Counter[str] = Counter()
@@ -115,14 +83,3 @@ def choose(pairs: list[Item], count: int | None, seed: int) -> list[Item]:
         raise UserError(f"the number of pairs must be at least 1, not {count}")
     kept = np.random.default_rng(seed).choice(len(pairs), count, replace=False)
     return [pairs[n] for n in np.sort(kept)]
-
-
-def scale_points(points: np.ndarray, size: tuple[int, int], new_size: tuple[int, int]) -> np.ndarray:
-    """n 2: pixels of an image of one size (width, height) to pixels of it resized to another."""
-    scale = np.array(new_size, dtype=float) / np.array(size, dtype=float)
-    return (points + 0.5) * scale - 0.5
-
-
-def scaling(size: tuple[int, int], new_size: tuple[int, int]) -> np.ndarray:
-    """3 3: what `scale_points` does, as a matrix; it also takes intrinsics along."""
-    return resize_matrix(new_size[0] / size[0], new_size[1] / size[1])

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from prism_match.engine.methods import Method, as_method
+from prism_match.engine.photos import Resize, scale_points
 from prism_match.errors import UserError
-from prism_match.evaluation.methods import Method, as_method
 from prism_match.evaluation.metrics import (
     EPIPOLAR_THRESHOLD,
     POSE_THRESHOLDS,
@@ -22,13 +23,13 @@ from prism_match.evaluation.metrics import (
     pose_errors,
     precision,
 )
-from prism_match.evaluation.pairs import PosePair, Resize, scale_points
+from prism_match.evaluation.pairs import PosePair
 from prism_match.evaluation.runner import Result, Run, Score, evaluate, failed
 from prism_match.geometry import MINIMUM, Backend, estimate, import_poselib
 from prism_match.matches import Matches
 
 if TYPE_CHECKING:
-    from prism_match.matcher import Matcher
+    from prism_match.matcher import PairMatcher
 
 THRESHOLDS: dict[Backend, float] = {"opencv": 0.5, "usac": 0.5, "poselib": 1.5}  # pixels
 # OpenCV's own default for the essential matrix, which the published numbers were made with; for the others
@@ -38,7 +39,7 @@ ITERATIONS: dict[Backend, int] = {"opencv": 1000, "usac": 10_000, "poselib": 10_
 
 def evaluate_pose(
     pairs: Sequence[PosePair],
-    method: Method | Matcher | str,
+    method: Method | PairMatcher | str,
     size: int | Resize = 832,
     ransac: Backend = "opencv",
     threshold: float | None = None,
@@ -49,7 +50,7 @@ def evaluate_pose(
 ) -> Result:
     """AUC of the pose error at 5, 10 and 20 degrees.
 
-    method: a Matcher, "sift", "module:function" or a `Method`. size: longer side in pixels, or a
+    method: a PairMatcher, "sift", "module:function" or a `Method`. size: longer side in pixels, or a
     `Resize`. threshold: of RANSAC, in pixels; None: 0.5 for OpenCV, 1.5 for PoseLib."""
     scorer = PoseScorer(ransac, check_ransac(ransac, threshold, THRESHOLDS), seed)
     resizing = size if isinstance(size, Resize) else Resize(longer=size)

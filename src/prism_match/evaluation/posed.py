@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from prism_match.engine.photos import Resize, scaling
 from prism_match.errors import UserError
 from prism_match.evaluation.megadepth import relative_pose
-from prism_match.evaluation.pairs import PosePair, Resize, scaling
+from prism_match.evaluation.pairs import PosePair
+from prism_match.files import read_words
 from prism_match.images import image_size
 
 WIDEST = 45.0  # degrees between the optical axes of two cameras that are matched with each other
@@ -29,12 +31,7 @@ def read_pair_list(path: str | Path) -> list[PosePair]:
         if len(lists) != 1:
             raise UserError(f"{path}: {len(lists)} text files here; give the one that lists the pairs")
         path = lists[0]
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
-    numbered = [(n, line.split()) for n, line in enumerate(lines, 1)]
-    return [parse_pair(path, n, words) for n, words in numbered if words and not words[0].startswith("#")]
+    return [parse_pair(path, n, words) for n, words in read_words(path)]
 
 
 def parse_pair(path: Path, line: int, words: list[str]) -> PosePair:
@@ -89,10 +86,9 @@ def read_calibrated(root: str | Path) -> list[PosePair]:
 def read_cameras(file: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """3 3 intrinsics and 4 4 pose, world to camera, by the name of the image."""
     try:
-        rows = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
-        rows = [row for row in rows if row and not row[0].startswith("#")]
+        rows = [row for _, row in read_words(file)]
         return {row[0]: camera_matrices(np.array(row[1:], dtype=float).reshape(16)) for row in rows}
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"{file}: not a list of cameras ({error})") from error
 
 

@@ -11,13 +11,14 @@ import cv2
 import numpy as np
 
 from prism_match import viz
+from prism_match.engine import Clock, Resize
+from prism_match.engine.methods import Method
 from prism_match.evaluation.hpatches import PRECISION_AT, in_resized_pixels, reprojection_errors
-from prism_match.evaluation.methods import Method
 from prism_match.evaluation.metrics import EPIPOLAR_THRESHOLD, epipolar_errors
-from prism_match.evaluation.pairs import HomographyPair, Pair, PosePair, Resize
+from prism_match.evaluation.pairs import HomographyPair, Pair, PosePair
 from prism_match.evaluation.pose import points_in_frames
 from prism_match.evaluation.published import PUBLISHED
-from prism_match.evaluation.runner import Clock, Result, Score, match_all
+from prism_match.evaluation.runner import Result, Run, Score, match_all
 from prism_match.files import atomic_path, writable_folder, write_json
 from prism_match.images import load_image, write_png
 from prism_match.matches import Matches
@@ -52,7 +53,7 @@ class Evidence:
     pairs: dict[str, Pair]
     method: Method
     resizing: Resize
-    cache: Path | None
+    run: Run
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,15 @@ class Report:
     curves: dict[str, Result] = field(default_factory=dict)  # by the name in the legend
     evidence: Evidence | None = None
     notes: list[str] = field(default_factory=list)
+    caveat: str = ""  # without which the numbers would be misread: it stands above them
 
     def __str__(self) -> str:
-        return "\n\n".join([*map(str, self.tables), *(f"note: {n}" for n in self.notes)])
+        above = [f"note: {self.caveat}"] if self.caveat else []
+        return "\n\n".join([*above, *map(str, self.tables), *(f"note: {n}" for n in self.notes)])
 
     def markdown(self, command: str) -> str:
-        parts = [f"# {self.summary['benchmark']}", f"    {command}", *(t.markdown() for t in self.tables)]
-        return "\n\n".join([*parts, *self.notes]) + "\n"
+        parts = [f"# {self.summary['benchmark']}", f"    {command}", *filter(None, [self.caveat])]
+        return "\n\n".join([*parts, *(t.markdown() for t in self.tables), *self.notes]) + "\n"
 
     def write(self, out: Path, command: str) -> list[Path]:
         """results.json, report.md, auc.png and, where there are pairs to show, pictures of them."""
@@ -210,7 +213,7 @@ def draw_extremes(evidence: Evidence) -> dict[str, np.ndarray]:
     chosen = {s.name: (f"{kind}_{n}.png", s) for kind, scores in (("best", best), ("worst", worst))
               for n, s in enumerate(scores, 1)}  # fmt: skip
     pairs = [evidence.pairs[name] for name in chosen]
-    found = match_all(pairs, evidence.method, evidence.resizing, evidence.cache, Clock())
+    found = match_all(pairs, evidence.method, evidence.resizing, evidence.run, Clock())
     pictures = {}
     for pair, matches in found:
         name, score = chosen[pair.name]

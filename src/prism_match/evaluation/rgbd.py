@@ -1,6 +1,6 @@
 """Relative pose in rooms: pairs of RGB-D sequences, chosen by how much of each other the frames see.
 
-ROOT is a sequence or a folder of sequences, as `training.data.rgbd` reads them. Overlap is the share of the
+ROOT is a sequence or a folder of sequences, as `frames` reads them. Overlap is the share of the
 surface in one depth map that the other sees as well, the smaller of both ways. All bins of overlap get the
 same number of pairs, as far as they have them, whatever the sequences are full of."""
 
@@ -14,6 +14,7 @@ import numpy as np
 from prism_match.errors import UserError
 from prism_match.evaluation.megadepth import relative_pose
 from prism_match.evaluation.pairs import PosePair
+from prism_match.frames import find_sequences, read_sequence
 
 PAIRS = 100
 BINS = (0.1, 0.2, 0.4, 0.6, 0.8)  # edges of the overlap; the first and the last bound what is used
@@ -21,8 +22,6 @@ BINS = (0.1, 0.2, 0.4, 0.6, 0.8)  # edges of the overlap; the first and the last
 
 def read_rgbd(root: str | Path, count: int = PAIRS, seed: int = 0) -> tuple[list[PosePair], dict[str, float]]:
     """`count` pairs, from little to much overlap, and the overlap of each by its name."""
-    from prism_match.training.data.rgbd import find_sequences
-
     if count < 1:
         raise UserError(f"the number of pairs must be at least 1, not {count}")
     try:
@@ -39,7 +38,7 @@ def read_rgbd(root: str | Path, count: int = PAIRS, seed: int = 0) -> tuple[list
 
 def overlapping_pairs(folder: Path) -> list[tuple[PosePair, float]]:
     """Those of one sequence whose overlap is within the bins, with their overlap."""
-    from prism_match.training.data.rgbd import measure_overlap, read_sequence, spaced
+    from prism_match.training.data.rgbd import measure_overlap, spaced
 
     frames = spaced(read_sequence(folder))
     pairs, shares = measure_overlap(frames)

@@ -1,33 +1,30 @@
-"""Runs a method over a benchmark's pairs: images are read ahead, matches come one by one, and their
-scores are worked out by all cores beside it. What is done is on disk, so that a run can be continued."""
+"""Scores a method on a benchmark's pairs: matches come from the engine, and their scores are worked out by
+all cores beside it. What is done is on disk, so that a run can be continued."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
+from prism_match.engine import Clock, Engine, Limits, MatchStore, Names, Resize
+from prism_match.engine.lock import lock_folder
+from prism_match.engine.methods import Method
+from prism_match.engine.photos import content_of
 from prism_match.errors import UserError
-from prism_match.evaluation.methods import ImagePair, Method
 from prism_match.evaluation.metrics import auc
-from prism_match.evaluation.pairs import Pair, Resize, name_apart, scale_points
-from prism_match.files import atomic_path, file_digest, short_hash, writable_folder, write_json
-from prism_match.images import Image, load_image, resize
+from prism_match.evaluation.pairs import Pair, name_apart
+from prism_match.files import atomic_path, short_hash, writable_folder
 from prism_match.matches import Matches
-
-READ_AHEAD = 8  # pairs
-REMEMBER = 48  # decoded images
 
 
 @dataclass(frozen=True)
@@ -107,6 +104,7 @@ class Run:
     out: Path | None = None  # scores, for going on after an interruption
     workers: int | None = None  # threads that score [all cores]
     progress: bool = False
+    batch: int = 1  # pairs matched at a time
 
 
 def evaluate(
@@ -135,7 +133,7 @@ def evaluate(
     left = [p for p in usable if p.name not in scores]
     clock = Clock()
     with journal, progress_bar(len(usable), len(usable) - len(left), benchmark, run.progress) as tick:
-        matched = match_all(left, method, resizing, run.cache, clock)
+        matched = match_all(left, method, resizing, run, clock)
         for score in score_all(matched, scorer, run.workers):
             scores[score.name] = score
             journal.add(score)
@@ -148,95 +146,34 @@ def failed(pair: Pair, problem: str) -> Score:
     return Score(pair.name, pair.split, pair.scene, float("inf"), problem=problem)
 
 
-class Clock:
-    """Time spent on matching alone."""
-
-    def __init__(self) -> None:
-        self.seconds, self.pairs = 0.0, 0
-
-    def watch(self, found: Iterator[Matches]) -> Iterator[Matches]:
-        while True:
-            start = time.perf_counter()
-            matches = next(found, None)
-            if matches is None:
-                return
-            self.seconds += time.perf_counter() - start
-            self.pairs += 1
-            yield matches
-
-    @property
-    def milliseconds(self) -> float | None:
-        return 1000 * self.seconds / self.pairs if self.pairs else None
-
-
 def match_all(
-    pairs: Sequence[Pair], method: Method, resizing: Resize, cache: Path | None, clock: Clock
+    pairs: Sequence[Pair], method: Method, resizing: Resize, run: Run, clock: Clock
 ) -> Iterator[tuple[Pair, Matches | str]]:
     """Each pair with its matches, in pixels of the files, or with why it could not be matched."""
-    store = MatchStore(cache, {**method.settings, "resize": str(resizing)})
-    new: list[Pair] = []
+    engine = Engine(method, resizing, Limits(run.batch), clock)
+    files: dict[str, Path] = {}
+    asked: dict[Names, list[Pair]] = {}
     for pair in pairs:
-        cached = store.load(pair)
-        if cached is None:
-            new.append(pair)
-        else:
-            yield pair, cached
-    taken: deque[tuple[Pair, tuple[int, int], tuple[int, int]]] = deque()
-    broken: deque[tuple[Pair, str]] = deque()
-    images = read_ahead(new, resizing, taken, broken)
-    for resized in clock.watch(method.match_many(images)):
-        pair, size0, size1 = taken.popleft()
-        matches = to_file_pixels(resized, size0, size1)
-        store.save(pair, matches)
-        yield pair, matches
-        while broken:
-            yield broken.popleft()
-    yield from broken
+        names = str(pair.image0), str(pair.image1)
+        files |= dict(zip(names, (pair.image0, pair.image1), strict=True))
+        asked.setdefault(names, []).append(pair)
+    with match_store(engine, run.cache) as store:
+        for outcome in engine.match(files, list(asked), store, by_content=True):
+            for pair in asked[outcome.pair]:
+                yield pair, outcome.problem if outcome.matches is None else outcome.matches
 
 
-def read_ahead(
-    pairs: Sequence[Pair], resizing: Resize, taken: deque[Any], broken: deque[tuple[Pair, str]]
-) -> Iterator[ImagePair]:
-    """Resized images, decoded by other threads before they are asked for. `taken` gets each pair that
-    is given out with the sizes of its files, `broken` each that cannot be read."""
-    loads: OrderedDict[Path, Future[tuple[Image, tuple[int, int]]]] = OrderedDict()
-
-    def load(path: Path) -> Future[tuple[Image, tuple[int, int]]]:
-        if path not in loads:
-            loads[path] = readers.submit(load_resized, path, resizing)
-        loads.move_to_end(path)
-        return loads[path]
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers:
-        for n, pair in enumerate(pairs):
-            for later in pairs[n : n + READ_AHEAD]:
-                load(later.image0), load(later.image1)
-            try:
-                (image0, size0), (image1, size1) = load(pair.image0).result(), load(pair.image1).result()
-            except UserError as error:
-                broken.append((pair, str(error)))
-                continue
-            taken.append((pair, size0, size1))
-            yield image0, image1
-            while len(loads) > REMEMBER:
-                loads.popitem(last=False)
-
-
-def load_resized(path: Path, resizing: Resize) -> tuple[Image, tuple[int, int]]:
-    """The image as it is to be matched, and the size (width, height) of the file."""
-    image = load_image(path)
-    return Image(resize(image.pixels, *resizing(image.size)), image.name), image.size
-
-
-def to_file_pixels(m: Matches, size0: tuple[int, int], size1: tuple[int, int]) -> Matches:
-    return replace(
-        m,
-        keypoints0=scale_points(m.keypoints0, m.size0, size0).astype(np.float32),
-        keypoints1=scale_points(m.keypoints1, m.size1, size1).astype(np.float32),
-        size0=size0,
-        size1=size1,
-        images=(None, None),
-    )
+@contextmanager
+def match_store(engine: Engine, folder: Path | None) -> Iterator[MatchStore | None]:
+    """Matches on disk, in a file of their own for each method, its settings and the size. Photos are known
+    there by their content alone, so that it can go to another machine. None: nothing is kept."""
+    if folder is None:
+        yield None
+        return
+    settings = engine.settings | {"precision": engine.method.precision}
+    name = f"{Path(settings['method']).name}-{short_hash(settings)}.h5"
+    with MatchStore(writable_folder(folder) / name, settings) as store:
+        yield store
 
 
 def score_all(
@@ -259,41 +196,6 @@ def score_all(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-class MatchStore:
-    """Matches on disk, in a folder of their own for each method, its settings and the size."""
-
-    def __init__(self, folder: Path | None, settings: dict[str, Any]):
-        self.folder = None
-        self._digest = lru_cache(maxsize=None)(lambda image, changed: file_digest(image))
-        if folder is not None:
-            self.folder = writable_folder(folder / f"{Path(settings['method']).name}-{short_hash(settings)}")
-            write_json(self.folder / "settings.json", settings)
-
-    def load(self, pair: Pair) -> Matches | None:
-        path = self._path(pair)
-        if path is None or not path.is_file():
-            return None
-        try:
-            return Matches.load(path)
-        except UserError:  # damaged: as good as not there
-            return None
-
-    def save(self, pair: Pair, matches: Matches) -> None:
-        if (path := self._path(pair)) is not None:
-            matches.save(path)
-
-    def _path(self, pair: Pair) -> Path | None:
-        """Images are known by their content: another photo under an old name has no matches yet, and the
-        folder can go to another machine. None: nothing is kept."""
-        if self.folder is None:
-            return None
-        try:
-            known = [self._digest(image, image.stat().st_mtime_ns) for image in (pair.image0, pair.image1)]
-        except (OSError, UserError):  # it will be told when they are read
-            return None
-        return self.folder / f"{short_hash(known)}.npz"
-
-
 class Journal:
     """The scores of a run, one JSON line each, so that an interrupted run goes on where it was. A pair whose
     images or truth are no longer the same is not done."""
@@ -302,6 +204,7 @@ class Journal:
         self.keys = {pair.name: content_key(pair) for pair in pairs} if folder else {}
         self.done: dict[str, Score] = {}
         self.path = writable_folder(folder) / "pairs.jsonl" if folder else None
+        self.lock = lock_folder(folder) if folder else None
         self.head = json.dumps(settings, sort_keys=True)
         self.file: TextIO | None = None
         if self.path is not None and self.path.is_file():
@@ -342,14 +245,16 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         if self.file is not None:
             self.file.close()
+        if self.lock is not None:
+            self.lock.close()
 
 
 def content_key(pair: Pair) -> str:
-    """Of all that is known about the pair, and of the sizes of its image files."""
-    known: list[Any] = [p.stat().st_size if p.is_file() else None for p in (pair.image0, pair.image1)]
+    """Of all that is known about the pair: the content of its images, wherever they are, and the truth."""
+    known: list[Any] = [content_of(p) if p.is_file() else None for p in (pair.image0, pair.image1)]
     for value in vars(pair).values():
-        plain = value.tolist() if isinstance(value, np.ndarray) else value
-        known.append(str(plain.resolve()) if isinstance(plain, Path) else plain)
+        if not isinstance(value, Path):
+            known.append(value.tolist() if isinstance(value, np.ndarray) else value)
     return short_hash(known)
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from prism_match.engine.photos import Resize
 from prism_match.errors import UserError
 from prism_match.evaluation.megadepth import read_megadepth
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
-from prism_match.evaluation.pairs import PosePair, Resize
+from prism_match.evaluation.pairs import PosePair
 from prism_match.evaluation.pose import evaluate_pose
 from prism_match.evaluation.published import SCALE
 from prism_match.evaluation.report import (

@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from prism_match.engine.methods import Method, Prism
+from prism_match.engine.photos import Resize
 from prism_match.errors import UserError
 from prism_match.evaluation.megadepth import read_megadepth
-from prism_match.evaluation.methods import ImagePair, Method, Prism
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
-from prism_match.evaluation.pairs import Pair, Resize
+from prism_match.evaluation.pairs import Pair
 from prism_match.evaluation.pose import evaluate_pose
 from prism_match.evaluation.published import ABLATION, RESOLUTION
 from prism_match.evaluation.report import (
@@ -30,7 +31,8 @@ from prism_match.evaluation.report import (
     fact_columns,
     problems,
 )
-from prism_match.evaluation.runner import Result, load_resized
+from prism_match.evaluation.runner import Result
+from prism_match.images import load_image
 
 SIZES = (640, 832, 960, 1152)
 THETA_C = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
@@ -70,7 +72,7 @@ def ablation(o: Options) -> Report:
     for path, config in ((w, c) for w in weights for c in configs):
         matcher = o.make_matcher(path, load_model_config(config) if config else None)
         name = " ".join(str(x) for x in (path, config) if x)
-        result = pose(o, listed, Prism(matcher, o.batch), size, name, results)
+        result = pose(o, listed, Prism(matcher), size, name, results)
         rows.append([name, *auc_cells(result), *fact_cells(result)])
         if config in ABLATION and ABLATION[config][0] == size and o.ransac == "opencv":
             rows.append([f"{config} (paper)", *cells(ABLATION[config][1]), "", "", "", ""])
@@ -96,9 +98,9 @@ def threshold_methods(o: Options) -> Iterator[tuple[str, Method]]:
     matcher = o.make_matcher(weights, config)
     own = matcher.info.config
     for theta in THETA_C:
-        yield f"theta_c {theta:g}", Prism(o.make_matcher(weights, own, theta), o.batch)
+        yield f"theta_c {theta:g}", Prism(o.make_matcher(weights, own, theta))
     for theta in THETA_P:
-        yield f"theta_p {theta:g}", Prism(o.make_matcher(weights, own.replace(theta_p=theta)), o.batch)
+        yield f"theta_p {theta:g}", Prism(o.make_matcher(weights, own.replace(theta_p=theta)))
 
 
 def pose(
@@ -137,28 +139,25 @@ def sweep_problems(results: dict[str, Result]) -> list[str]:
     return [*failed, *problems(replace(last, scores=()))]
 
 
-def readable(pairs: Sequence[Pair], resizing: Resize) -> Iterator[ImagePair]:
-    """The resized images of those pairs that have both."""
-    for pair in pairs:
-        try:
-            yield load_resized(pair.image0, resizing)[0], load_resized(pair.image1, resizing)[0]
-        except UserError:  # counted and named where it is scored
-            continue
-
-
 def time_method(method: Method, pairs: Sequence[Pair], resizing: Resize) -> tuple[float, float | None]:
     """Median milliseconds of a pair matched alone, images being in memory; and the peak of GPU memory in
     GiB, None where none is used."""
     import torch
 
-    images = list(islice(readable(pairs, resizing), TIMED))
+    prepared = []
+    for pair in pairs:
+        with suppress(UserError):  # counted and named where it is scored
+            prepared.append([method.prepare(load_image(p), resizing) for p in (pair.image0, pair.image1)])
+        if len(prepared) == TIMED:
+            break
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     seconds = []
-    for pair in [images[0], *images]:  # the first one warms up
+    for images in [prepared[0], *prepared]:  # the first one warms up
         start = time.perf_counter()
-        list(method.match_many([pair]))
+        a, b = method.extract(images)
+        method.match([(a, b)])
         if gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from prism_match.cameras import Camera
-from prism_match.colmap_model import Model, View
+from prism_match.colmap_model import Model, PosedView
 from prism_match.evaluation.metrics import epipolar_errors
 from prism_match.geometry import camera_centres
+from prism_match.maps.tracks import components
 
 LEAST_ANGLE = 1.5  # degrees between two of a point's rays
 MAX_ERROR = 2.0  # pixels
@@ -30,7 +31,7 @@ def triangulate_map(
     index = {name: n for n, (name, _, _) in enumerate(cameras)}
     edges, nodes = _verified_edges(cameras, index, matches, max_error)
     view, pixels = nodes
-    track = _components(len(view), edges)
+    track = components(len(view), edges)
     # A track with two key points in one photo is wrong somewhere: where, nobody knows.
     pair = track.astype(np.int64) * len(cameras) + view
     _, inverse, count = np.unique(pair, return_inverse=True, return_counts=True)
@@ -53,7 +54,7 @@ def triangulate_map(
     names, track = np.unique(track, return_inverse=True)
     points = _triangulate(track, len(names), T[view], rays)
     views = [
-        View(name, camera, pose, pixels[view == n].astype(np.float32), track[view == n].astype(np.int64))
+        PosedView(name, camera, pose, pixels[view == n].astype(np.float32), track[view == n].astype(np.int64))
         for n, (name, camera, pose) in enumerate(cameras)
     ]
     return Model(path, tuple(views), points)
@@ -83,20 +84,6 @@ def _verified_edges(
     parts = np.split(inverse.ravel(), np.cumsum([len(p) for p, _ in ends])[:-1])
     edges = np.stack([np.concatenate(parts[0::2]), np.concatenate(parts[1::2])], axis=1)
     return edges, (nodes[:, 0].astype(int), nodes[:, 1:])
-
-
-def _components(count: int, edges: np.ndarray) -> np.ndarray:
-    """count: the smallest number that each node is joined with."""
-    label = np.arange(count)
-    while True:
-        low = np.minimum(label[edges[:, 0]], label[edges[:, 1]])
-        new = label.copy()
-        np.minimum.at(new, edges[:, 0], low)
-        np.minimum.at(new, edges[:, 1], low)
-        new = new[new]  # labels point to nodes: jumping along them halves the way
-        if (new == label).all():
-            return label
-        label = new
 
 
 def _triangulate(track: np.ndarray, count: int, T: np.ndarray, rays: np.ndarray) -> np.ndarray:

@@ -12,18 +12,17 @@ from pathlib import Path
 
 from prism_match.cameras import Camera, read_camera_list
 from prism_match.colmap_model import is_model, read_model
+from prism_match.engine import Clock, Resize
 from prism_match.errors import UserError
-from prism_match.evaluation.localization import match_cache, pnp_backend
+from prism_match.evaluation.localization import match_jobs, pnp_backend
 from prism_match.evaluation.options import Options
-from prism_match.evaluation.pairs import Resize, choose
+from prism_match.evaluation.pairs import choose
 from prism_match.evaluation.published import LOCALIZATION
 from prism_match.evaluation.report import Report, Table, shorten
-from prism_match.evaluation.runner import Clock
 from prism_match.files import writable_folder
 from prism_match.images import image_size
-from prism_match.pipelines.localize import Query, localize, read_retrieval, with_fallback, write_poses
-from prism_match.pipelines.maps import Map, ScanMap, SfmMap
-from prism_match.pipelines.query_matching import match_queries
+from prism_match.maps.landmarks import Map, ScanMap, SfmMap
+from prism_match.maps.localization import Query, localize, read_retrieval, with_fallback, write_poses
 
 SIZE = 1024  # longer side, as hloc has it for LoFTR
 INLOC_FOCAL = 28 / 36  # of the longer side
@@ -94,7 +93,7 @@ def submission(
     jobs = {q: (queries[q].path, {r: world.path(r) for r in ranked[q][: o.top]}) for q in chosen}
     clock = Clock()
     found = {}
-    for matched in match_queries(jobs, method, resizing, match_cache(o.run), clock, o.run.progress):
+    for matched in match_jobs(jobs, method, resizing, o.run, clock):
         result = localize(
             queries[matched.query], matched.found, world, threshold=threshold, backend=backend, seed=o.seed
         )

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import sqlite3
 import tempfile
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from prism_match.engine.store import MatchStore
 from prism_match.errors import UserError
-from prism_match.files import atomic_path
 from prism_match.images import exif_orientation, to_stored
+from prism_match.maps.cameras import CameraOptions, choose_cameras
+from prism_match.maps.database import colmap_error, write_database
+from prism_match.maps.track_polish import polish_tracks
+from prism_match.maps.tracks import TrackOptions, save_tracks, share_keypoints
 from prism_match.matcher import find_device
-from prism_match.pipelines import colmap
-from prism_match.pipelines.cameras import CameraOptions, Cameras, choose_cameras
-from prism_match.pipelines.store import MatchStore
-from prism_match.pipelines.track_polish import polish_tracks
-from prism_match.pipelines.tracks import TrackOptions, save_tracks, share_keypoints
-
-COLMAP_ERROR = 4.0  # pixels of the photos
-MATCHED_ERROR = 2.0  # pixels of the images as they were matched
 
 
 def export_colmap(
@@ -42,7 +36,7 @@ def export_colmap(
     verify: also check every pair by its geometry. overwrite: replace keypoints and matches that are there.
     Returns the numbers of images, keypoints and matches in the database."""
     store = MatchStore(matches)
-    if not store.pairs:
+    if not len(store):
         raise UserError(f"{matches}: there are no matches in it")
     files: dict[str, tuple[Path | None, tuple[int, int]]] = {}
     for name, entry in store.images.items():
@@ -53,7 +47,7 @@ def export_colmap(
     chosen = choose_cameras(files, cameras or CameraOptions())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tracks.h5"
-        shared = share_keypoints(store.load_all(), tracks, store.scales)
+        shared = share_keypoints(store.items(), tracks, store.scales)
         if images is not None and polish:
             shared = polish_tracks(shared, {n: images / n for n in shared.keypoints}, find_device("auto"))
         keypoints = {
@@ -71,42 +65,3 @@ def as_stored(
 ) -> tuple[np.ndarray, tuple[int, int]]:
     """n 2 and a size, of an image as it is shown, in its file before EXIF turns it."""
     return to_stored(points, size, 1 if file is None else exif_orientation(file))
-
-
-def write_database(
-    tracks: Path, database: Path, cameras: Cameras, *, verify: float | None, overwrite: bool = False
-) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
-    """Keypoints and matches that `save_tracks` has written into a database, which changes as a whole or
-    not at all. verify: the largest error, in pixels, of a match that fits its pair's geometry; None: leave
-    that out. The numbers in the database, and the verified pairs with their inliers."""
-    with atomic_path(database) as temporary:
-        temporary.unlink()
-        if database.is_file():
-            copy_database(database, temporary)
-        try:
-            counts = colmap.run(
-                "database", tracks=str(tracks), database=str(temporary), cameras=cameras.cameras,
-                images=cameras.of_image, overwrite=overwrite,
-            )  # fmt: skip
-            verified = []
-            if verify is not None:
-                verified = colmap.run("verify", database=str(temporary), max_error=verify)["verified"]
-        finally:
-            for suffix in ("-wal", "-shm", "-journal"):  # of SQLite, which has closed the file by now
-                Path(f"{temporary}{suffix}").unlink(missing_ok=True)
-    return counts, [(a, b, n) for a, b, n in verified]
-
-
-def copy_database(source: Path, target: Path) -> None:
-    """By SQLite, since what was written last may be in a file beside it."""
-    try:
-        with closing(sqlite3.connect(source)) as old, closing(sqlite3.connect(target)) as new:
-            old.backup(new)
-    except sqlite3.Error as error:
-        raise UserError(f"{source}: not a COLMAP database ({error})") from error
-
-
-def colmap_error(store: MatchStore) -> float:
-    """Pixels that a match may be off: what COLMAP has for its own features, and more for photos that are
-    much larger than they were matched."""
-    return max(COLMAP_ERROR, MATCHED_ERROR * float(np.median(list(store.scales.values()))))

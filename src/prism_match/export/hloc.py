@@ -9,34 +9,28 @@ Both may be in one file of matches. The centre of the first pixel is (0, 0) in b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import h5py
 import numpy as np
 
+from prism_match.engine.store import MatchStore, Names, is_store
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, reading
-
-Names = tuple[str, str]
+from prism_match.files import atomic_path, reading, writable_folder
+from prism_match.maps.tracks import IndexedMatches, TrackOptions, share_keypoints
+from prism_match.matches import Matches
 
 
 @dataclass(frozen=True)
-class Features:
+class HlocKeypoints:
     """The key points of an image."""
 
     keypoints: np.ndarray  # n 2, float32
     scores: np.ndarray  # n, float32
     size: tuple[int, int] | None = None  # width, height
-
-
-@dataclass(frozen=True)
-class SparseMatches:
-    """Matches between key points of two images."""
-
-    index: np.ndarray  # m 2, int64
-    scores: np.ndarray  # m, float32
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ def pair_key(name0: str, name1: str) -> str:
     return f"{name0.replace('/', '-')}/{name1.replace('/', '-')}"
 
 
-def write_features(path: Path, features: Mapping[str, Features]) -> None:
+def write_features(path: Path, features: Mapping[str, HlocKeypoints]) -> None:
     with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
         for name, one in features.items():
             group = file.create_group(name)
@@ -62,15 +56,15 @@ def write_features(path: Path, features: Mapping[str, Features]) -> None:
                 group["image_size"] = np.array(one.size)
 
 
-def read_features(path: Path) -> dict[str, Features]:
-    found: dict[str, Features] = {}
+def read_features(path: Path) -> dict[str, HlocKeypoints]:
+    found: dict[str, HlocKeypoints] = {}
 
     def visit(name: str, group: h5py.Group | h5py.Dataset) -> None:
         if isinstance(group, h5py.Group) and "keypoints" in group:
             points = np.asarray(group["keypoints"], np.float32).reshape(-1, 2)
             scores = np.asarray(group.get("scores", np.ones(len(points))), np.float32)
             size = tuple(int(x) for x in group["image_size"][()]) if "image_size" in group else None
-            found[name] = Features(points, scores, size)  # type: ignore[arg-type]
+            found[name] = HlocKeypoints(points, scores, size)  # type: ignore[arg-type]
 
     with _opened(path) as file, reading(path, "a file of hloc's features"):
         file.visititems(visit)
@@ -81,9 +75,9 @@ def read_features(path: Path) -> dict[str, Features]:
 
 def write_matches(
     path: Path,
-    sparse: Mapping[Names, SparseMatches],
+    sparse: Mapping[Names, IndexedMatches],
     counts: Mapping[str, int],
-    dense: Iterable[tuple[Names, DenseMatches]] = (),
+    dense: Iterable[tuple[Names, DenseMatches | Matches]] = (),
 ) -> None:
     """counts: how many key points each image has. dense: for the same pairs or others."""
     full_names({name for names in sparse for name in names})
@@ -106,7 +100,7 @@ def _put(group: h5py.Group, **arrays: np.ndarray) -> None:
         group.create_dataset(name, data=array, fletcher32=array.size > 0)
 
 
-def read_sparse_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, SparseMatches]]:
+def read_sparse_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, IndexedMatches]]:
     """names: of the images, since those in the file have lost their folders."""
     for pair, group in _pairs(path, names):
         if "matches0" not in group:
@@ -115,7 +109,7 @@ def read_sparse_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Name
             matches0 = group["matches0"][()]
             rows = np.flatnonzero(matches0 >= 0)
             scores = np.asarray(group["matching_scores0"], np.float32)[rows]
-        yield pair, SparseMatches(np.stack([rows, matches0[rows]], axis=1).astype(np.int64), scores)
+        yield pair, IndexedMatches(np.stack([rows, matches0[rows]], axis=1).astype(np.int64), scores)
 
 
 def read_dense_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, DenseMatches]]:
@@ -154,3 +148,63 @@ def _opened(path: Path) -> h5py.File:
         raise UserError(f"{path}: no such file")
     with reading(path, "an HDF5 file"):
         return h5py.File(path, "r")
+
+
+# ---- the command
+
+
+def export_hloc(
+    matches: Sequence[Path], out: Path, images: Path | None = None, options: TrackOptions | None = None
+) -> dict[str, int]:
+    """features.h5, matches.h5 and pairs.txt of stores of many pairs, or of files of one. images: the folder
+    that names are told from; None: the one that all are in. How many images, pairs and matches there are."""
+    found, sizes, scales = read_all(matches, images)
+    shared = share_keypoints(found.items(), options, scales)
+    folder = writable_folder(out)
+    features = {n: HlocKeypoints(k.xy, k.scores, sizes.get(n)) for n, k in shared.keypoints.items()}
+    write_features(folder / "features.h5", features)
+    counts = {n: len(f.scores) for n, f in features.items()}
+    write_matches(folder / "matches.h5", shared.matches, counts, found.items())
+    with atomic_path(folder / "pairs.txt") as temporary:
+        temporary.write_text("".join(f"{a} {b}\n" for a, b in found), encoding="utf-8")
+    total = sum(len(m) for m in shared.matches.values())
+    return {"images": len(features), "pairs": len(found), "matches": total}
+
+
+def read_all(
+    paths: Sequence[Path], images: Path | None
+) -> tuple[dict[Names, Matches], dict[str, tuple[int, int]], dict[str, float]]:
+    """Matches by the names of the images, from a store of many pairs or files of one; the sizes of the
+    images, and how many times larger they are than they were matched, where it is known."""
+    found: dict[Names, Matches] = {}
+    sizes: dict[str, tuple[int, int]] = {}
+    scales: dict[str, float] = {}
+    single = []
+    for path in paths:
+        if is_store(path):
+            store = MatchStore(path)
+            found |= dict(store.items())
+            sizes |= {name: entry.size for name, entry in store.images.items()}
+            scales |= store.scales
+        else:
+            single.append(Matches.load(path))
+    root = images.resolve() if images else common_folder([n for m in single for n in (m.name0, m.name1)])
+    for m in single:
+        names = tuple(relative(n, root) for n in (m.name0, m.name1))
+        found[names[0], names[1]] = m
+        sizes |= dict(zip(names, (m.size0, m.size1), strict=True))
+    if not found:
+        raise UserError(f"{paths[0]}: no matches in it")
+    return found, sizes, scales
+
+
+def common_folder(names: list[str]) -> Path:
+    folders = {str(Path(n).resolve().parent) for n in names}
+    return Path(os.path.commonpath(folders)) if folders else Path()
+
+
+def relative(name: str, root: Path) -> str:
+    try:
+        return Path(name).resolve().relative_to(root).as_posix()
+    except ValueError as error:
+        raise UserError(f"{name}: not in the folder {root}") from error

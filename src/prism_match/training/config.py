@@ -17,8 +17,8 @@ from prism_match.training.step import LossConfig
 
 @dataclass(frozen=True)
 class Phase:
-    """From this share of the budget on: pairs of `size` x `size` pixels, `batch` of them per update. Phases of
-    one start take turns at random, so that sizes are mixed within a run."""
+    """From this share of the budget on: pairs of `size` x `size` pixels, `batch` of them per update. Phases
+    of one start take turns at random, so that sizes are mixed within a run."""
 
     start: float
     size: int

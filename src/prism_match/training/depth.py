@@ -20,15 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from prism_match.frames import read_depth, write_depth
 from prism_match.training.data.colmap import (
     Model,
-    View,
+    PosedView,
     depth_path,
     load_photo,
     read_model,
     require_files,
 )
-from prism_match.training.data.files import read_depth, write_depth
 from prism_match.training.data.posed import scale_intrinsics
 
 
@@ -100,7 +100,7 @@ def check_depth(model: Model, depth_dir: Path | str) -> DepthCheck:
     return DepthCheck(float(np.median(error)), float((error < 0.02).mean()), float(np.mean(kept)), maps)
 
 
-def _errors_at_points(model: Model, view: View, depth: np.ndarray) -> np.ndarray:
+def _errors_at_points(model: Model, view: PosedView, depth: np.ndarray) -> np.ndarray:
     h, w = depth.shape
     scale = np.array([w / view.width, h / view.height])
     x, y = np.clip(np.rint((view.pixels + 0.5) * scale - 0.5).astype(int), 0, [w - 1, h - 1]).T

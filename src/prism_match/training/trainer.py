@@ -33,11 +33,11 @@ from prism_match.training.checkpoint import (
     save_checkpoint,
 )
 from prism_match.training.config import TrainConfig
+from prism_match.training.distributed import join_processes
 from prism_match.training.feed import Feed, Mixer, Weighted
 from prism_match.training.pairs import PairBatch
 from prism_match.training.samples import draw_predictions
 from prism_match.training.step import METRICS, TrainingStep, Work
-from prism_match.training.world import join_world
 from prism_match.weights.store import export_weights
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Trainer:
             raise UserError("give a budget: --minutes or --steps")
         self.config, self.validate = config, validate
         self.run = writable_folder(run)
-        self.world, self.device = join_world(torch.device(device))
+        self.world, self.device = join_processes(torch.device(device))
         parts = config.accumulate * self.world.size
         for phase in config.phases:
             if phase.batch % parts:

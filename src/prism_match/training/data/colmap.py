@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism_match import colmap_model
-from prism_match.colmap_model import Model, View
-from prism_match.training.data.files import read_depth, read_gray
+from prism_match.colmap_model import Model, PosedView
+from prism_match.frames import read_depth, read_gray
 from prism_match.training.data.photometric import CALM, augment
 from prism_match.training.data.posed import OVERLAP_BINS, require_fit, scale_intrinsics, spread_weights
 from prism_match.training.pairs import CELL, PairBatch, cell_centres
@@ -35,7 +35,7 @@ def read_model(path: Path | str) -> Model:
     return model
 
 
-def load_photo(view: View, image_dir: Path) -> np.ndarray:
+def load_photo(view: PosedView, image_dir: Path) -> np.ndarray:
     """h w, uint8. Raises ValueError with one line when the photo is not of its camera's size."""
     gray = read_gray(image_dir / view.name)
     if gray.shape != (view.height, view.width):
@@ -155,7 +155,7 @@ class ColmapPairs:
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.asarray(array, np.float32)).to(self.device)
 
-    def _choose_pairs(self, models: list[Model], scenes: list[list[View]]) -> None:
+    def _choose_pairs(self, models: list[Model], scenes: list[list[PosedView]]) -> None:
         """Pairs that share points, with weights that spread them over scenes, overlap and scale ratio."""
         found, weights, start = [], [], 0
         for model, views in zip(models, scenes, strict=True):
@@ -170,7 +170,7 @@ class ColmapPairs:
         weight = torch.cat(weights)
         self._cumulative = (weight / weight.sum()).cumsum(0)
 
-    def _pairs_of(self, model: Model, views: list[View], start: int) -> tuple[Tensor, ...]:
+    def _pairs_of(self, model: Model, views: list[PosedView], start: int) -> tuple[Tensor, ...]:
         """Of one scene, whose views are numbered from `start`."""
         rows = {id(v): i for i, v in enumerate(model.views)}
         counts = np.stack([model.shared_counts(rows[id(v)]) for v in views])
@@ -318,7 +318,7 @@ class ColmapPairs:
 
 @dataclass(frozen=True)
 class _Photo:
-    view: View
+    view: PosedView
     gray: np.ndarray  # h w, uint8
     depth: np.ndarray  # h w of the map, float32
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 DEPTHS = "phoenix/S6/zl548/MegaDepth_v1"
 TEST_SCENES = ("0015", "0022")  # MegaDepth-1500 is made of these: never to be trained on
+Undistort = Callable[[Path, Path, Path], None]  # of a model, its images, and where the new ones go
 KEYS = ("image_paths", "depth_paths", "intrinsics", "poses", "pair_infos")
 
 
@@ -58,34 +60,53 @@ class MegaDepthPairs(PosedPairs):
         super().__init__("megadepth", frames, *drawn, device, workers, same_size=True)
 
 
-def read_scene_info(root: Path, file: Path) -> tuple[list[Frame], np.ndarray, np.ndarray]:
-    """Frames, pairs n 2 and overlaps n of one `scene_info` file; frames with a bad pose are named, left out.
+@dataclass(frozen=True)
+class SceneIndex:
+    """What a `scene_info` file lists; None where an image has no file, depth map or pose."""
 
-    Raises ValueError with one line when the file is not what it should be.
-    """
+    images: list[str | None]  # paths from the root
+    depths: list[str | None]
+    K: list[np.ndarray | None]  # 3 3, the centre of the first pixel at (0, 0)
+    T: list[np.ndarray | None]  # 4 4, world to camera
+    pairs: np.ndarray  # n 2
+    overlap: np.ndarray  # n
+
+
+def read_index(file: Path) -> SceneIndex:
+    """Raises ValueError with one line when the file is not what it should be."""
     try:
         images, depths, intrinsics, poses, infos = load_object_arrays(file, KEYS)
         pairs = np.array([info[0] for info in infos], np.int64).reshape(-1, 2)
         overlap = np.array([info[1] for info in infos], float)
         if len(pairs) and not 0 <= pairs.min() <= pairs.max() < len(images):
             raise ValueError("a pair names an image that is not listed")
+        # The index has COLMAP's principal points.
+        half = np.array([[0, 0, 0.5], [0, 0, 0.5], [0, 0, 0]])
+        K = [None if k is None else np.array(k, float).reshape(3, 3) - half for k in intrinsics]
+        T = [None if t is None else np.array(t, float).reshape(4, 4) for t in poses]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
-        raise ValueError(f"{file}: not a scene_info file ({e})") from e
+        raise ValueError(f"{file}: not an index of MegaDepth pairs ({e})") from e
+    return SceneIndex(list(images), list(depths), K, T, pairs, overlap)
+
+
+def read_scene_info(root: Path, file: Path) -> tuple[list[Frame], np.ndarray, np.ndarray]:
+    """Frames, pairs n 2 and overlaps n of one `scene_info` file; frames with a bad pose are named, left out.
+    Raises ValueError with one line when the file is not what it should be."""
+    index = read_index(file)
     frames: list[Frame] = []
-    rows = np.full(len(images), -1)
-    for i in np.unique(pairs):
-        if images[i] is None or depths[i] is None:
+    rows = np.full(len(index.images), -1)
+    for i in np.unique(index.pairs):
+        image, depth, K, T = index.images[i], index.depths[i], index.K[i], index.T[i]
+        if image is None or depth is None or K is None or T is None:
             continue
-        K = np.asarray(intrinsics[i], float).copy()
-        K[:2, 2] -= 0.5  # the index has COLMAP's principal points
-        frame = Frame(root / images[i], root / depths[i], K, np.asarray(poses[i], float))
+        frame = Frame(root / image, root / depth, K, T)
         if problem := frame.problem():
             log.warning("skipped: %s", problem)
             continue
         rows[i] = len(frames)
         frames.append(frame)
-    good = (rows[pairs] >= 0).all(1)
-    return frames, rows[pairs][good], overlap[good]
+    good = (rows[index.pairs] >= 0).all(1)
+    return frames, rows[index.pairs][good], index.overlap[good]
 
 
 # ---- building the index
@@ -96,11 +117,13 @@ def build_index(
     out: Path | str,
     overlap: tuple[float, float] = (0.1, 0.7),
     pairs_per_scene: int = 100_000,
+    undistort: Undistort | None = None,
 ) -> list[Path]:
     """Writes one `scene_info` file for each scene that has a model and depth maps; returns their paths.
 
-    Uses `Undistorted_SfM/SCENE` where it exists and makes it from the raw SfM model, with pycolmap, where it
-    does not. A scene that cannot be used is named and left out, and so are the scenes of the benchmark.
+    Uses `Undistorted_SfM/SCENE` where it exists and makes it from the raw SfM model, by `undistort` (COLMAP's
+    is `maps.colmap.undistort`), where it does not. A scene that cannot be used is named and left out, and so
+    are the scenes of the benchmark.
     """
     root, out = Path(root), Path(out)
     folders = sorted(p.name for p in (root / DEPTHS).glob("*") if p.is_dir())
@@ -112,7 +135,7 @@ def build_index(
     written = []
     for scene in tqdm(scenes, desc="scenes", disable=len(scenes) < 2):
         try:
-            model = read_model(_undistorted(root, scene))
+            model = read_model(_undistorted(root, scene, undistort))
             info = scene_info(root, scene, model, overlap, pairs_per_scene)
         except ValueError as e:
             log.warning("scene %s left out: %s", scene, e)
@@ -178,7 +201,7 @@ def _central_match(model: Model, a: int, b: int) -> np.ndarray:
     return pixels[nearest][[1, 0, 3, 2]].astype(float)
 
 
-def _undistorted(root: Path, scene: str) -> Path:
+def _undistorted(root: Path, scene: str, undistort: Undistort | None) -> Path:
     """The folder of the scene's undistorted model, made where only the raw one exists."""
     folder = root / "Undistorted_SfM" / scene
     if folder.is_dir():
@@ -186,22 +209,20 @@ def _undistorted(root: Path, scene: str) -> Path:
     for parent in ("SfM", "MegaDepth_v1_SfM", "phoenix/S6/zl548/MegaDepth_v1_SfM"):
         raw = root / parent / scene
         if (raw / "sparse" / "manhattan" / "0").is_dir():
-            _undistort(raw / "sparse" / "manhattan" / "0", raw / "images", folder)
+            _undistort(raw / "sparse" / "manhattan" / "0", raw / "images", folder, undistort)
             return folder
     raise ValueError(f"no SfM model (looked for {folder} and {root}/MegaDepth_v1_SfM/{scene})")
 
 
-def _undistort(model: Path, images: Path, out: Path) -> None:
-    try:
-        import pycolmap
-    except ImportError:
-        raise ValueError(f"{model} has lens distortion; to undistort it: pip install pycolmap") from None
+def _undistort(model: Path, images: Path, out: Path, undistort: Undistort | None) -> None:
+    if undistort is None:
+        raise ValueError(f"{model} has lens distortion, and nothing was given to undistort it")
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was interrupted
     try:
         partial.mkdir(parents=True)
-        pycolmap.undistort_images(str(partial), str(model), str(images))
-        # Images that pycolmap cannot read are no error to it.
+        undistort(model, images, partial)
+        # Images that COLMAP cannot read are no error to it.
         if not any(p.is_file() for p in (partial / "images").rglob("*")):
             raise ValueError(f"no image could be undistorted; are they in {images}?")
         os.replace(partial, out)

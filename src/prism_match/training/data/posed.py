@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prism_match.frames import Frame, read_depth, read_gray
 from prism_match.geometry import resize_matrix
-from prism_match.training.data.files import read_depth, read_gray
 from prism_match.training.pairs import CELL, PairBatch, cell_centres
 from prism_match.training.supervision import Warp, warp_by_depth
 
@@ -37,22 +37,6 @@ def spread_weights(overlap: Tensor, ratio: Tensor) -> Tensor:
 def scale_intrinsics(K: np.ndarray, sx: float, sy: float) -> np.ndarray:
     """3 3: intrinsics after a resize."""
     return resize_matrix(sx, sy) @ K
-
-
-@dataclass(frozen=True)
-class Frame:
-    image: Path
-    depth: Path
-    K: np.ndarray  # 3 3, in pixels of the image
-    T: np.ndarray  # 4 4: world to camera
-
-    def problem(self) -> str | None:
-        """Why this frame cannot be used, as far as its numbers tell."""
-        if not (np.isfinite(self.K).all() and np.isfinite(self.T).all()):
-            return f"{self.image}: pose or intrinsics are not finite"
-        if abs(np.linalg.det(self.T[:3, :3]) - 1) > 0.01 or min(self.K[0, 0], self.K[1, 1]) <= 0:
-            return f"{self.image}: not a camera pose or not a focal length"
-        return None
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,4 @@
-"""Pairs from RGB-D sequences with poses: ScanNet's layout and any folder of colour, depth and pose files.
-
-    SCENE/color/0.jpg  SCENE/depth/0.png  SCENE/pose/0.txt  SCENE/intrinsic/intrinsic_color.txt   (ScanNet)
-    SCENE/NAME.color.jpg  SCENE/NAME.depth.png  SCENE/NAME.pose.txt  SCENE/camera-intrinsics.txt
-
-Depth is in millimetres, 16-bit PNG; poses are 4 x 4 matrices from camera to world.
-"""
+"""Pairs from RGB-D sequences with poses, as `frames.read_sequence` reads them."""
 
 from __future__ import annotations
 
@@ -16,16 +10,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from prism_match.training.data.files import read_depth
-from prism_match.training.data.posed import Frame, PosedPairs, resize_depth, scale_intrinsics, spread_weights
+from prism_match.frames import Frame, find_sequences, read_depth, read_sequence
+from prism_match.training.data.posed import PosedPairs, resize_depth, scale_intrinsics, spread_weights
 from prism_match.training.supervision import warp_by_depth
 
 log = logging.getLogger(__name__)
 
 PROBE = 64  # pixels of the width at which overlap is measured
 MOST_FRAMES = 200  # of a sequence, since the number of pairs grows as the square
-COLOUR = (".jpg", ".jpeg", ".png")
-INTRINSICS = ("camera-intrinsics.txt", "intrinsic/intrinsic_color.txt", "intrinsic_color.txt")
 
 
 class RGBDPairs(PosedPairs):
@@ -59,73 +51,9 @@ class RGBDPairs(PosedPairs):
         super().__init__(folder.name, frames, np.concatenate(pairs), np.concatenate(weights), device, workers)
 
 
-def find_sequences(folder: Path) -> list[Path]:
-    """`folder` itself or those folders in it that hold a sequence."""
-    candidates = [folder, *sorted(p for p in folder.glob("*") if p.is_dir())]
-    found = [p for p in candidates if (p / "pose").is_dir() or next(p.glob("*.pose.txt"), None)]
-    if not found:
-        raise ValueError(f"{folder}: no RGB-D sequence (no NAME.pose.txt and no folder `pose`)")
-    return found
-
-
-def read_sequence(scene: Path) -> list[Frame]:
-    """The frames of one sequence; those without a pose, colour or depth are named and left out."""
-    K = _read_intrinsics(scene)
-    frames = []
-    for pose in sorted([*scene.glob("*.pose.txt"), *scene.glob("pose/*.txt")], key=_number):
-        image, depth = _files_of(scene, pose)
-        try:
-            if image is None or not depth.is_file():
-                raise ValueError(f"{pose}: its colour or depth image is missing")
-            T = _read_matrix(pose, (4, 4))
-            if not np.isfinite(T).all():
-                raise ValueError(f"{pose}: not finite")
-            frame = Frame(image, depth, K, np.linalg.inv(T))
-            if problem := frame.problem():
-                raise ValueError(problem)
-        except (ValueError, np.linalg.LinAlgError) as e:
-            log.warning("skipped: %s", e)
-            continue
-        frames.append(frame)
-    return frames
-
-
 def spaced(frames: list[Frame], most: int = MOST_FRAMES) -> list[Frame]:
     """At most `most` of them, evenly spaced."""
     return frames[:: -(-len(frames) // most)] if frames else frames
-
-
-def _number(path: Path) -> tuple[int, str]:
-    digits = "".join(c for c in path.name if c.isdigit())
-    return int(digits or 0), path.name
-
-
-def _files_of(scene: Path, pose: Path) -> tuple[Path | None, Path]:
-    if pose.parent.name == "pose":
-        stem = pose.stem
-        colours, depth = (scene / "color" / f"{stem}{s}" for s in COLOUR), scene / "depth" / f"{stem}.png"
-    else:
-        stem = pose.name.removesuffix(".pose.txt")
-        colours, depth = (scene / f"{stem}.color{s}" for s in COLOUR), scene / f"{stem}.depth.png"
-    return next((c for c in colours if c.is_file()), None), depth
-
-
-def _read_intrinsics(scene: Path) -> np.ndarray:
-    for name in INTRINSICS:
-        if (scene / name).is_file():
-            return _read_matrix(scene / name, (3, 3))
-    raise ValueError(f"{scene}: no intrinsics (looked for {', '.join(INTRINSICS)})")
-
-
-def _read_matrix(path: Path, shape: tuple[int, int]) -> np.ndarray:
-    """The top-left `shape` of a matrix in a text file."""
-    try:
-        matrix = np.loadtxt(path, ndmin=2)
-    except (OSError, ValueError) as e:
-        raise ValueError(f"{path}: not a matrix ({e})") from e
-    if matrix.shape[0] < shape[0] or matrix.shape[1] < shape[1]:
-        raise ValueError(f"{path}: a matrix of {matrix.shape}, expected {shape}")
-    return matrix[: shape[0], : shape[1]]
 
 
 def measure_overlap(frames: list[Frame], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:

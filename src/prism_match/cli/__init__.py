@@ -1,0 +1,60 @@
+"""The `prism` command: one verb per job, a file each."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from prism_match import __version__
+from prism_match.cli.convert import convert
+from prism_match.cli.data import data
+from prism_match.cli.demo import demo
+from prism_match.cli.eval import evaluate
+from prism_match.cli.export import export_app
+from prism_match.cli.info import info
+from prism_match.cli.localize import localize_command
+from prism_match.cli.match import match
+from prism_match.cli.sfm import sfm
+from prism_match.cli.train import train
+from prism_match.errors import UserError
+
+app = typer.Typer(
+    name="prism",
+    help="Find where two photos show the same points. Exit code 0: done, 2: something in the call to mend.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in (match, demo, convert, info):
+    app.command()(command)
+app.command("eval")(evaluate)
+app.command()(train)
+app.command()(sfm)
+app.command("localize")(localize_command)
+app.add_typer(export_app, name="export")
+app.add_typer(data, name="data")
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"prism-match {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    try:
+        app()
+    except UserError as error:
+        print(f"prism: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        print("prism: the GPU is out of memory: try a smaller --size, or --device cpu", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,121 @@
+"""`prism export`: matches in the formats of other tools."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from prism_match.cli.options import PolishOption
+from prism_match.cli.output import print_table
+from prism_match.cli.sfm import (
+    CellOption,
+    ErrorOption,
+    IntrinsicsOption,
+    KeypointsOption,
+    ModelOption,
+    SharingOption,
+)
+
+if TYPE_CHECKING:
+    pass
+
+export_app = typer.Typer(
+    help="Write matches in the formats of other tools.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@export_app.callback()
+def export() -> None:
+    """Write matches in the formats of other tools."""
+
+
+@export_app.command("colmap")
+def colmap(
+    matches: Annotated[Path, typer.Argument(help="A matches.h5.", show_default=False)],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The database, new or existing.")],
+    images: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="Folder of the photos, for focal lengths and turns in their EXIF, and to polish by."
+        ),
+    ] = None,
+    cameras: SharingOption = "auto",
+    camera_model: ModelOption = "SIMPLE_RADIAL",
+    intrinsics: IntrinsicsOption = None,
+    cell: CellOption = 3.0,
+    max_error: ErrorOption = 1.5,
+    max_keypoints: KeypointsOption = 8192,
+    polish: PolishOption = True,
+    verify: Annotated[bool, typer.Option("--verify", help="Also check each pair by its geometry.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace all keypoints and matches in the database.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Write matches into a COLMAP database, with keypoints shared by all pairs of an image.
+
+    Images that the database knows by name keep their cameras; the others are added.
+
+    \b
+    Examples:
+      prism export colmap out/matches.h5 -o database.db --images photos
+      prism export colmap out/matches.h5 -o project/database.db --verify
+    """
+    from prism_match.export.colmap import export_colmap
+    from prism_match.maps.cameras import CameraOptions
+    from prism_match.maps.tracks import TrackOptions
+
+    counts = export_colmap(
+        matches,
+        out,
+        images=images,
+        tracks=TrackOptions(cell, max_error, max_keypoints),
+        cameras=CameraOptions(cameras, camera_model, intrinsics),
+        polish=polish,
+        verify=verify,
+        overwrite=overwrite,
+    )
+    if as_json:
+        json.dump(counts, sys.stdout, indent=2)
+        print()
+    else:
+        print_table({**counts, "written": out})
+
+
+@export_app.command("hloc")
+def hloc(
+    matches: Annotated[
+        list[Path],
+        typer.Argument(help="matches.h5 of prism sfm, or files of prism match.", show_default=False),
+    ],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", help="Folder for features.h5, matches.h5, pairs.txt.")
+    ] = Path("prism-hloc"),
+    images: Annotated[
+        Optional[Path], typer.Option(help="Folder that names are told from [the one all images are in].")
+    ] = None,
+    cell: CellOption = 3.0,
+    max_error: ErrorOption = 1.5,
+    max_keypoints: KeypointsOption = 8192,
+) -> None:
+    """Write matches in hloc's layout.
+
+    features.h5 holds key points that the pairs of an image share, matches.h5 the matches between them and
+    beside them those of each pair as they were found (hloc's layout for dense matchers), pairs.txt the
+    pairs.
+
+    \b
+    Examples:
+      prism export hloc reconstruction/matches.h5 -o outputs
+      prism export hloc ab/matches.npz bc/matches.npz --images photos -o outputs
+    """
+    from prism_match.export.hloc import export_hloc
+    from prism_match.maps.tracks import TrackOptions
+
+    counts = export_hloc(matches, out, images, TrackOptions(cell, max_error, max_keypoints))
+    print(", ".join(f"{count} {what}" for what, count in counts.items()))
+    print(f"written  {out}: features.h5, matches.h5, pairs.txt")

@@ -1,0 +1,75 @@
+"""Options that several commands have in common, and the matcher that they ask for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from prism_match.config import ModelConfig, Precision, Rotate, load_model_config
+
+if TYPE_CHECKING:
+    from prism_match.engine import Matcher
+
+
+WEIGHTS_HELP = "A .safetensors file, or hf:OWNER/REPO[@REVISION][:FILE] [the shipped weights]"
+
+
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+PrecisionOption = Annotated[Precision, typer.Option(help="auto: bf16 on a GPU, fp32 elsewhere.")]
+RotateOption = Annotated[
+    Rotate,
+    typer.Option(help="Try the second image turned by 90, 180, 270 degrees; auto: if it hardly matches."),
+]
+PolishOption = Annotated[
+    bool,
+    typer.Option(
+        "--polish/--no-polish",
+        help="Move matches by fractions of a pixel to where the images look most alike.",
+    ),
+]
+WeightsOption = Annotated[Optional[str], typer.Option(help=f"{WEIGHTS_HELP}.")]
+OutOption = Annotated[Path, typer.Option("-o", "--out", help="Folder for the results; made if need be.")]
+SizeOption = Annotated[Optional[int], typer.Option(help="Longer side to resize to, in pixels [832].")]
+ThresholdOption = Annotated[Optional[float], typer.Option(help="Least confidence of a match [the model's].")]
+ConfigOption = Annotated[
+    Optional[str], typer.Option(help="A preset (paper, tiny, ...) or a .toml/.json file.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def make_matcher(
+    weights: str | None,
+    model_config: str | None,
+    device: str,
+    precision: Precision,
+    size: int | None,
+    threshold: float | None,
+    max_matches: int | None,
+    rotate: Rotate = "auto",
+    polish: bool = True,
+) -> Matcher:
+    from prism_match.engine import MatcherSettings
+    from prism_match.matcher import DEFAULT_SIZE
+
+    config = parse_config(model_config)
+    matcher = MatcherSettings(
+        weights,
+        None if config is None else config.to_dict(),
+        device,
+        precision,
+        DEFAULT_SIZE if size is None else size,
+        threshold,
+        max_matches,
+        rotate,
+        polish,
+    ).open()
+    if not matcher.info.trained:
+        print("prism: the weights are untrained (random): the matches mean nothing yet", file=sys.stderr)
+    return matcher
+
+
+def parse_config(name: str | None) -> ModelConfig | None:
+    return None if name is None else load_model_config(name)

@@ -1,0 +1,95 @@
+"""What commands print and write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prism_match.geometry import Estimate
+    from prism_match.matcher import PairMatcher
+    from prism_match.matches import Matches
+
+
+def write_results(matches: Matches, estimate: Estimate, folder: Path) -> list[Path]:
+    """matches.npz and the pictures; all of them drawn before the first is written."""
+    import cv2
+    import numpy as np
+
+    from prism_match import viz
+    from prism_match.files import atomic_path
+    from prism_match.images import encode_png
+
+    image0, image1 = matches.image(0).rgb, matches.image(1).rgb
+    title = f"{len(matches)} matches, {estimate.num_inliers} inliers"
+    pictures = {"matches.png": matches.plot(title=title)}
+    if matches.details is not None:
+        pictures["pruning.png"] = viz.draw_pruning(
+            image0, image1, matches.details.keep0, matches.details.keep1
+        )
+    if estimate.model == "homography" and estimate.matrix is not None:
+        covered = cv2.warpPerspective(np.ones(image0.shape[:2], np.uint8), estimate.matrix, matches.size1) > 0
+        pictures["overlay.png"] = viz.draw_overlay(matches.warp(homography=estimate.matrix), image1, covered)
+    encoded = {folder / name: encode_png(picture) for name, picture in pictures.items()}
+    matches.save(folder / "matches.npz")
+    for path, png in encoded.items():
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(png)
+    return [folder / "matches.npz", *encoded]
+
+
+def summary(matches: Matches, estimate: Estimate, matcher: PairMatcher, seconds: float) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "matches": len(matches),
+        "inliers": estimate.num_inliers,
+        "geometry": estimate.model,
+        "matrix": None if estimate.matrix is None else estimate.matrix.tolist(),
+    }
+    if matches.details is not None:
+        for key, keep in (("kept_cells0", matches.details.keep0), ("kept_cells1", matches.details.keep1)):
+            result[key] = [round(float(layer.mean()), 4) for layer in keep]
+    return result | {
+        "seconds": round(seconds, 3),
+        "size": matcher.size,
+        "device": str(matcher.device),
+        "precision": str(matcher.dtype).removeprefix("torch."),
+        "trained": matcher.info.trained,
+    }
+
+
+def report(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    rows = {"matches": result["matches"], "inliers": f"{result['inliers']} ({result['geometry']}, MAGSAC++)"}
+    if "median_error_px" in result and result["median_error_px"] is not None:
+        rows["median error"] = (
+            f"{result['median_error_px']} px, {100 * result['within_3_px']:.1f} % within 3 px"
+        )
+    for n in (0, 1):
+        if f"kept_cells{n}" in result:
+            kept = " ".join(f"{100 * x:5.1f}" for x in result[f"kept_cells{n}"])
+            rows[f"kept cells, image {n}"] = f"{kept}  % after MPM 1 to {len(result[f'kept_cells{n}'])}"
+    rows["time"] = (
+        f"{result['seconds']:.2f} s ({result['device']}, {result['precision']}, {result['size']} px)"
+    )
+    rows["written"] = ", ".join(result["files"])
+    print_table(rows)
+
+
+def print_table(rows: dict[str, Any]) -> None:
+    width = max(map(len, rows))
+    for key, value in rows.items():
+        print(f"{key:<{width}}  {value}")
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """A spinner while something takes its time; nothing where there is no terminal."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield

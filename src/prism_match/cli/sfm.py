@@ -1,0 +1,154 @@
+"""`prism sfm`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from prism_match.cli.options import (
+    DeviceOption,
+    PolishOption,
+    PrecisionOption,
+    RotateOption,
+    WeightsOption,
+    make_matcher,
+)
+from prism_match.cli.output import print_table
+from prism_match.config import Mapper, Sharing
+
+CellOption = Annotated[
+    float, typer.Option(help="Points this close can become one keypoint, in pixels as matched.")
+]
+ErrorOption = Annotated[
+    float, typer.Option(help="Drop matches further from their keypoints, in pixels as matched.")
+]
+KeypointsOption = Annotated[int, typer.Option(help="Most keypoints of an image, the strongest ones.")]
+SharingOption = Annotated[
+    Sharing,
+    typer.Option(help="Who has the same camera; auto: same size and same EXIF camera and focal length."),
+]
+ModelOption = Annotated[str, typer.Option(help="SIMPLE_PINHOLE, PINHOLE, SIMPLE_RADIAL, RADIAL or OPENCV.")]
+IntrinsicsOption = Annotated[
+    Optional[str],
+    typer.Option(help="fx,fy,cx,cy for all, or a file of lines: image fx fy cx cy. They stay as given."),
+]
+
+
+def sfm(
+    images: Annotated[Path, typer.Argument(help="Folder of photos.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", help="Folder for the results; a run goes on where it was.")
+    ],
+    pairs: Annotated[
+        str,
+        typer.Option(help="auto, exhaustive, sequential, retrieval, or a text file with two names a line."),
+    ] = "auto",
+    window: Annotated[int, typer.Option(help="Sequential: match each photo with so many that follow.")] = 10,
+    loop: Annotated[
+        bool, typer.Option("--loop", help="Sequential: the first photo follows the last.")
+    ] = False,
+    neighbours: Annotated[
+        int, typer.Option(help="Retrieval: match each photo with so many that look alike.")
+    ] = 20,
+    mapper: Annotated[
+        Mapper, typer.Option(help="COLMAP's; global is far faster for hundreds of photos.")
+    ] = "incremental",
+    cameras: SharingOption = "auto",
+    camera_model: ModelOption = "SIMPLE_RADIAL",
+    intrinsics: IntrinsicsOption = None,
+    cell: CellOption = 3.0,
+    max_error: ErrorOption = 1.5,
+    max_keypoints: KeypointsOption = 8192,
+    size: Annotated[Optional[int], typer.Option(help="Longer side to match at, in pixels [832].")] = None,
+    threshold: Annotated[
+        Optional[float], typer.Option(help="Least confidence of a match [the model's].")
+    ] = None,
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = "auto",
+    batch: Annotated[Optional[int], typer.Option(help="Pairs matched at a time [GPU 8, CPU 1].")] = None,
+    weights: WeightsOption = None,
+    rotate: RotateOption = "never",
+    polish: PolishOption = True,
+    model_config: Annotated[
+        Optional[str], typer.Option(help="A preset (paper, tiny, ...) or a .toml/.json file.")
+    ] = None,
+    matches: Annotated[
+        Optional[Path], typer.Option(help="A matches.h5 to use as it is; nothing is matched.")
+    ] = None,
+    matches_only: Annotated[
+        bool, typer.Option("--matches-only", help="Stop after OUT/matches.h5: needs no COLMAP.")
+    ] = False,
+    feature_cache: Annotated[float, typer.Option(help="Disk for feature maps while matching, in GiB.")] = 8.0,
+    threads: Annotated[int, typer.Option(help="Of COLMAP [all cores].")] = -1,
+    json_file: Annotated[Optional[Path], typer.Option("--json", help="Write the numbers here.")] = None,
+) -> None:
+    """Reconstruct cameras and points from a folder of photos.
+
+    OUT gets the COLMAP model in sparse/0 (bin, text and points.ply), transforms.json for NeRF and splatting
+    tools, report.md with pictures, matches.h5 and database.db.
+
+    \b
+    Examples:
+      prism sfm photos -o out
+      prism sfm frames -o out --pairs sequential --window 8 --loop --cameras shared
+      prism sfm holiday -o out --pairs retrieval --neighbours 15 --mapper global
+      prism sfm photos -o out --matches-only                on a machine with a GPU, then elsewhere
+      prism sfm photos -o out2 --matches out/matches.h5
+    """
+    from prism_match.engine.lock import lock_folder
+    from prism_match.export.nerf import write_transforms
+    from prism_match.files import writable_folder, write_json
+    from prism_match.maps.cameras import CameraOptions
+    from prism_match.maps.reconstruction import (
+        PairOptions,
+        SfmOptions,
+        find_images,
+        match_images,
+        reconstruct,
+    )
+    from prism_match.maps.tracks import TrackOptions
+
+    options = SfmOptions(
+        pairs=PairOptions(pairs, window, loop, neighbours),
+        tracks=TrackOptions(cell, max_error, max_keypoints),
+        cameras=CameraOptions(cameras, camera_model, intrinsics),
+        mapper=mapper,
+        matches=matches,
+        batch_size=batch,
+        features_gib=feature_cache,
+        threads=threads,
+        polish=polish,
+        device=device,
+    )
+    if json_file is not None:
+        writable_folder(json_file.parent)
+
+    def load_matcher() -> Any:
+        return make_matcher(weights, model_config, device, precision, size, threshold, None, rotate, polish)
+
+    if matches_only:
+        files = find_images(images, out)
+        with lock_folder(writable_folder(out)):
+            found = match_images(files, out, options, load_matcher, True)
+        written = found.store.path
+        summary: dict[str, Any] = {
+            "pairs": len(found.pairs),
+            "skipped": found.broken,
+            "written": str(written),
+        }
+        rows = {"pairs": len(found.pairs), "written": written}
+    else:
+        summary = reconstruct(images, out, options, load_matcher, progress=True)
+        write_transforms(out / "transforms.json", out / "sparse" / "0", Path(summary["photos"]))
+        rows = {
+            "registered": f"{summary['registered']} of {summary['images']} images",
+            "points": f"{summary['points']}",
+            "track length": f"{summary['mean_track_length']:.2f} images",
+            "reprojection error": f"{summary['mean_reprojection_error']:.3f} px",
+            "written": f"{out}: sparse/0, transforms.json, report.md",
+        }
+    print_table(rows)
+    if json_file is not None:
+        write_json(json_file, summary)

@@ -1,0 +1,252 @@
+"""`matches.h5`: the matches of many pairs in one file, and never those of other photos or settings.
+
+    /                     attributes: format, settings (JSON), pairs (how many there are)
+    /images               names; data sets beside it: sizes (n 2), digests (of the files)
+    /pairs/NAME0/NAME1    m 5: x and y in both photos, score; names are percent-encoded
+
+A file that is written to while a process is killed can be lost as a whole. So new matches go into parts
+beside it, each of which is there whole or not at all, and the parts are put together at the end. All data is
+written with checksums, so that damage is found rather than read. One process writes at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import h5py
+import numpy as np
+
+from prism_match.engine.lock import Lock
+from prism_match.engine.photos import Resize
+from prism_match.errors import UserError
+from prism_match.files import atomic_path, short_hash, writable_folder
+from prism_match.matches import Matches
+
+FORMAT = 2
+LAYOUT = ("v108", "v108")  # of HDF5: has checksums of its own structures, and sees that a file is cut short
+Names = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class ImageEntry:
+    """What the store knows of a photo."""
+
+    size: tuple[int, int]  # width, height
+    digest: str  # of the file
+
+
+class MatchStore(Mapping[Names, Matches]):
+    """Matches by the names of two photos.
+
+    store = MatchStore("matches.h5")
+    for pair in store:
+        print(pair, len(store[pair]))
+    """
+
+    def __init__(self, path: str | Path, settings: dict[str, Any] | None = None):
+        """settings: what the matches depend on (weights, size, threshold), to write some; a file of other
+        settings, or a damaged one, is kept under another name and a new one begun. None: to read what is
+        there."""
+        self.path = Path(path)
+        self.parts = self.path.with_suffix(".parts")
+        self.images: dict[str, ImageEntry] = {}
+        self.replaced: Path | None = None  # where a file of other settings went
+        self._where: dict[Names, Path] = {}
+        self._files: dict[Path, h5py.File] = {}
+        self._lock: Lock | None = None
+        if settings is None:
+            if not self.path.is_file():
+                raise UserError(f"{path}: no such file of matches")
+            self.settings = self._read(self.path)
+        else:
+            self.settings = json.loads(json.dumps(settings))  # as they are read: no tuples
+            writable_folder(self.path.parent)
+            self._lock = Lock(self.path.with_suffix(".lock"), str(path))
+            self._begin()
+        for part in sorted(self.parts.glob("*.h5")):
+            if self._read(part, self.settings) != self.settings and self._lock is not None:
+                part.unlink()
+
+    def __iter__(self) -> Iterator[Names]:
+        return iter(sorted(self._where))
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __contains__(self, pair: object) -> bool:
+        return pair in self._where
+
+    def __getitem__(self, pair: Names) -> Matches:
+        """Also of a pair that is stored the other way round."""
+        if pair not in self._where and pair[::-1] in self._where:
+            return self[pair[1], pair[0]].swap()
+        if pair not in self._where:
+            raise KeyError(f"{self.path}: no matches of {pair[0]} and {pair[1]} in it")
+        path = self._where[pair]
+        try:
+            if path not in self._files:
+                self._files[path] = h5py.File(path, "r")
+            table = self._files[path][group_name("pairs", pair)][()]
+            points0, points1, scores = np.split(table.reshape(-1, 5), [2, 4], axis=1)
+        except (OSError, KeyError, ValueError, RuntimeError) as error:
+            raise UserError(f"{path}: damaged: the matches of {pair[0]} and {pair[1]} ({error})") from error
+        size0, size1 = (self.images[name].size for name in pair)
+        return Matches(points0, points1, scores[:, 0], size0, size1, *pair)
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """How many times larger each photo is than it was matched."""
+        if "resize" not in self.settings:
+            return dict.fromkeys(self.images, 1.0)
+        resizing = Resize(**self.settings["resize"])
+        return {k: max(1.0, max(v.size) / max(resizing(v.size))) for k, v in self.images.items()}
+
+    def forget(self, names: set[str]) -> None:
+        """Drop photos that have changed, and their matches."""
+        self.images = {k: v for k, v in self.images.items() if k not in names}
+        self._where = {k: v for k, v in self._where.items() if not names.intersection(k)}
+
+    def add(self, found: Mapping[Names, Matches], digests: Mapping[str, str]) -> None:
+        """As a new part; on disk when this returns. digests: of the photos in it."""
+        if self._lock is None:
+            raise UserError(f"{self.path}: is open to be read only")
+        if not found:
+            return
+        images = {
+            name: ImageEntry((int(size[0]), int(size[1])), digests[name])
+            for names, m in found.items()
+            for name, size in zip(names, (m.size0, m.size1), strict=True)
+        }
+        taken = [int(p.stem) for p in writable_folder(self.parts).glob("*.h5") if p.stem.isdigit()]
+        part = self.parts / f"{max(taken, default=-1) + 1:06d}.h5"
+        _write(part, self.settings, images, found.items())
+        self.images |= images
+        self._where |= dict.fromkeys(found, part)
+
+    def merge(self) -> None:
+        """All parts into the one file."""
+        if self.path.is_file() and not any(self.parts.glob("*.h5")):
+            return
+        _write(self.path, self.settings, self.images, self._readable())
+        self._close_files()
+        self._where = dict.fromkeys(self._where, self.path)
+        shutil.rmtree(self.parts, ignore_errors=True)
+
+    def _readable(self) -> Iterator[tuple[Names, Matches]]:
+        """Every pair but those that turn out to be damaged, which are dropped."""
+        for pair in self:
+            try:
+                yield pair, self[pair]
+            except UserError:
+                self.discard(pair)
+
+    def discard(self, pair: Names) -> None:
+        self._where.pop(pair, None)
+
+    def close(self) -> None:
+        """Lets another process write. What is in it can still be read."""
+        self._close_files()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> MatchStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _close_files(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _begin(self) -> None:
+        """Takes what is there, unless it is of other settings: that is put aside."""
+        if not self.path.is_file():
+            return
+        try:
+            found = self._read(self.path, self.settings)
+        except UserError as error:
+            found = {"damaged": str(error)}
+        if found != self.settings:
+            self.replaced = self.path.with_stem(f"{self.path.stem}-{short_hash(found)}")
+            self.path.replace(self.replaced)
+
+    def _read(self, path: Path, wanted: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Takes note of what is in a file, unless its settings are not the wanted ones; its settings."""
+        try:
+            with h5py.File(path, "r") as file:
+                settings = json.loads(file.attrs["settings"])
+                if wanted is not None and (settings != wanted or file.attrs["format"] != FORMAT):
+                    return settings | {"format": int(file.attrs["format"])}
+                if file.attrs["format"] != FORMAT:
+                    raise ValueError(f"of format {file.attrs['format']}; match again")
+                names = [_text(x) for x in file["images"][()]]
+                sizes, digests = file["sizes"][()], file["digests"][()]
+                pairs = [
+                    (unquote(first), unquote(second))
+                    for first, group in file["pairs"].items()
+                    for second in group
+                ]
+                if len(pairs) != file.attrs["pairs"]:
+                    raise ValueError(f"{len(pairs)} pairs instead of {file.attrs['pairs']}")
+                for name, size, digest in zip(names, sizes.tolist(), digests, strict=True):
+                    self.images[name] = ImageEntry((size[0], size[1]), _text(digest))
+                self._where |= dict.fromkeys(pairs, path)
+                return settings
+        except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise UserError(f"{path}: not a file of matches, or a damaged one ({error})") from error
+
+
+def is_store(path: Path) -> bool:
+    """Rather than a file of the matches of one pair; also where it is damaged."""
+    if path.suffix != ".h5" or not path.is_file() or not h5py.is_hdf5(path):
+        return False
+    try:
+        with h5py.File(path, "r") as file:
+            return "pairs" in file
+    except (OSError, RuntimeError, ValueError):
+        return True
+
+
+def _write(
+    path: Path,
+    settings: dict[str, Any],
+    images: dict[str, ImageEntry],
+    found: Iterable[tuple[Names, Matches]],
+) -> None:
+    with atomic_path(path) as temporary, h5py.File(temporary, "w", libver=LAYOUT) as file:
+        file.attrs["format"], file.attrs["settings"] = FORMAT, json.dumps(settings, sort_keys=True)
+        _save(file, "sizes", np.array([i.size for i in images.values()], np.int64).reshape(-1, 2))
+        text = h5py.string_dtype()
+        for key, values in (("images", list(images)), ("digests", [i.digest for i in images.values()])):
+            file.create_dataset(key, data=values, dtype=text, shape=(len(images),))
+        file.create_group("pairs")
+        count = 0
+        for names, m in found:
+            table = np.concatenate([m.keypoints0, m.keypoints1, m.scores[:, None]], axis=1)
+            _save(file, group_name("pairs", names), table.astype(np.float32))
+            count += 1
+        file.attrs["pairs"] = count
+
+
+def _save(file: h5py.File, key: str, array: np.ndarray) -> None:
+    # A chunk for all of it: what is empty has none, and no checksum.
+    options = {"chunks": array.shape, "fletcher32": True} if array.size else {}
+    file.create_dataset(key, data=array, **options)
+
+
+def group_name(group: str, names: Names) -> str:
+    """Names may have slashes in them, which mean something else in the file."""
+    return "/".join([group, *(quote(name, safe=" ") for name in names)])
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,167 @@
+"""Photos with depth maps and poses on disk: gray images, depth maps, and RGB-D sequences.
+
+A sequence is ScanNet's, or any folder of colour, depth and pose files:
+
+    SCENE/color/0.jpg  SCENE/depth/0.png  SCENE/pose/0.txt  SCENE/intrinsic/intrinsic_color.txt   (ScanNet)
+    SCENE/NAME.color.jpg  SCENE/NAME.depth.png  SCENE/NAME.pose.txt  SCENE/camera-intrinsics.txt
+
+Depth is in millimetres, 16-bit PNG; poses are 4 x 4 matrices from camera to world.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import cv2
+import h5py
+import numpy as np
+
+from prism_match.files import atomic_path
+
+log = logging.getLogger(__name__)
+
+COLOUR = (".jpg", ".jpeg", ".png")
+INTRINSICS = ("camera-intrinsics.txt", "intrinsic/intrinsic_color.txt", "intrinsic_color.txt")
+
+
+@dataclass(frozen=True)
+class Frame:
+    image: Path
+    depth: Path
+    K: np.ndarray  # 3 3, in pixels of the image
+    T: np.ndarray  # 4 4: world to camera
+
+    def problem(self) -> str | None:
+        """Why this frame cannot be used, as far as its numbers tell."""
+        if not (np.isfinite(self.K).all() and np.isfinite(self.T).all()):
+            return f"{self.image}: pose or intrinsics are not finite"
+        if abs(np.linalg.det(self.T[:3, :3]) - 1) > 0.01 or min(self.K[0, 0], self.K[1, 1]) <= 0:
+            return f"{self.image}: not a camera pose or not a focal length"
+        return None
+
+
+def read_gray(path: Path | str) -> np.ndarray:
+    """h w, uint8. Raises ValueError with one line that names the file when it does not decode."""
+    try:
+        data = np.fromfile(str(path), np.uint8)
+    except OSError as e:
+        raise ValueError(f"{path}: cannot be read ({e.strerror})") from e
+    # EXIF rotation is ignored on purpose: poses and depth refer to the pixels as stored.
+    flags = cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION
+    image = cv2.imdecode(data, flags) if data.size else None
+    if image is None:
+        raise ValueError(f"{path}: not an image that can be decoded")
+    return image
+
+
+def read_depth(path: Path | str, per_metre: float = 1000.0) -> np.ndarray:
+    """h w, float32: depth along the optical axis, 0 where there is none.
+
+    Reads `.h5` (data set `depth`, as MegaDepth has it) and 16-bit `.png` in millimetres, or whatever else
+    there are `per_metre` of.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: depth map is missing")
+    try:
+        if path.suffix == ".h5":
+            with h5py.File(path, "r") as f:
+                depth = np.asarray(f["depth"], dtype=np.float32)
+        else:
+            raw = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
+            if raw is None:
+                raise ValueError("not a depth image")
+            depth = raw.astype(np.float32) / np.float32(per_metre)
+    except (OSError, KeyError, ValueError) as e:
+        raise ValueError(f"{path}: no depth map can be read from it ({e})") from e
+    if depth.ndim != 2 or depth.size == 0:
+        raise ValueError(f"{path}: depth map of shape {depth.shape}, expected height x width")
+    # Negative values are MegaDepth's ordinal labels, 65535 is "no reading": neither is a depth.
+    known = np.isfinite(depth) & (depth > 0)
+    if path.suffix != ".h5":
+        known &= depth * per_metre < 65500
+    return np.where(known, depth, np.float32(0))
+
+
+def write_depth(path: Path | str, depth: np.ndarray) -> None:
+    """Writes an `.h5` depth map under a temporary name, then renames: a reader never sees half of it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # 11 bits of mantissa are a step of 0.05 %, finer than any depth here; the zeros after them compress.
+    bits = np.ascontiguousarray(depth, np.float32).view(np.uint32)
+    depth = ((bits + 0x800) & np.uint32(0xFFFFF000)).view(np.float32)
+    with atomic_path(path) as temporary, h5py.File(temporary, "w") as f:
+        f.create_dataset("depth", data=depth, compression="gzip", shuffle=True)
+
+
+# ---- RGB-D sequences
+
+
+def is_sequence(folder: Path) -> bool:
+    return (folder / "pose").is_dir() or next(folder.glob("*.pose.txt"), None) is not None
+
+
+def find_sequences(folder: Path) -> list[Path]:
+    """`folder` itself or those folders in it that hold a sequence."""
+    candidates = [folder, *sorted(p for p in folder.glob("*") if p.is_dir())]
+    found = [p for p in candidates if is_sequence(p)]
+    if not found:
+        raise ValueError(f"{folder}: no RGB-D sequence (no NAME.pose.txt and no folder `pose`)")
+    return found
+
+
+def read_sequence(scene: Path) -> list[Frame]:
+    """The frames of one sequence; those without a pose, colour or depth are named and left out."""
+    K = _read_intrinsics(scene)
+    frames = []
+    for pose in sorted([*scene.glob("*.pose.txt"), *scene.glob("pose/*.txt")], key=_number):
+        image, depth = _files_of(scene, pose)
+        try:
+            if image is None or not depth.is_file():
+                raise ValueError(f"{pose}: its colour or depth image is missing")
+            T = _read_matrix(pose, (4, 4))
+            if not np.isfinite(T).all():
+                raise ValueError(f"{pose}: not finite")
+            frame = Frame(image, depth, K, np.linalg.inv(T))
+            if problem := frame.problem():
+                raise ValueError(problem)
+        except (ValueError, np.linalg.LinAlgError) as e:
+            log.warning("skipped: %s", e)
+            continue
+        frames.append(frame)
+    return frames
+
+
+def _number(path: Path) -> tuple[int, str]:
+    digits = "".join(c for c in path.name if c.isdigit())
+    return int(digits or 0), path.name
+
+
+def _files_of(scene: Path, pose: Path) -> tuple[Path | None, Path]:
+    if pose.parent.name == "pose":
+        stem = pose.stem
+        colours, depth = (scene / "color" / f"{stem}{s}" for s in COLOUR), scene / "depth" / f"{stem}.png"
+    else:
+        stem = pose.name.removesuffix(".pose.txt")
+        colours, depth = (scene / f"{stem}.color{s}" for s in COLOUR), scene / f"{stem}.depth.png"
+    return next((c for c in colours if c.is_file()), None), depth
+
+
+def _read_intrinsics(scene: Path) -> np.ndarray:
+    for name in INTRINSICS:
+        if (scene / name).is_file():
+            return _read_matrix(scene / name, (3, 3))
+    raise ValueError(f"{scene}: no intrinsics (looked for {', '.join(INTRINSICS)})")
+
+
+def _read_matrix(path: Path, shape: tuple[int, int]) -> np.ndarray:
+    """The top-left `shape` of a matrix in a text file."""
+    try:
+        matrix = np.loadtxt(path, ndmin=2)
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{path}: not a matrix ({e})") from e
+    if matrix.shape[0] < shape[0] or matrix.shape[1] < shape[1]:
+        raise ValueError(f"{path}: a matrix of {matrix.shape}, expected {shape}")
+    return matrix[: shape[0], : shape[1]]

@@ -1,0 +1,51 @@
+"""What a run in a folder has done, kept beside its results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prism_match.files import write_json
+
+STAGES = "stages.json"  # its presence tells a folder of results
+
+
+class Stages:
+    """Which stages are done, with the key of what went in and what came out, in a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.done: dict[str, Any] = {}
+        with suppress(OSError, ValueError):  # none yet, or damaged: begin anew
+            self.done = json.loads(path.read_text(encoding="utf-8"))
+
+    def run(self, name: str, key: str, product: Path, work: Callable[[], Any]) -> Any:
+        """The result of a stage: of this run, or of an earlier one with the same key."""
+        known = self.done.get(name)
+        if known is not None and known["key"] == key and product.exists():
+            return known["result"]
+        if self.done.pop(name, None) is not None:  # its product is about to change
+            write_json(self.path, self.done)
+        result = work()
+        self.done[name] = {"key": key, "result": result}
+        write_json(self.path, self.done)
+        return result
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Of a model in OUT/sparse/N."""
+
+    made_here: bool  # by `prism sfm`, which sees photos as EXIF turns them
+    photos: Path | None  # the folder that it was made of, where that is still there
+
+
+def origin_of(model: Path) -> Origin:
+    out = (model / ".." / "..").resolve()
+    done = Stages(out / STAGES).done
+    photos = out / done["photos"]["result"] if "photos" in done else None
+    return Origin("model" in done, photos if photos is not None and photos.is_dir() else None)

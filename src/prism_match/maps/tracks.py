@@ -1,0 +1,297 @@
+"""Shared keypoints out of the matches of many pairs.
+
+A matcher without a detector finds other points in each pair, so that no point is seen in more than two
+images. Here the points of all pairs of an image that lie in the same small cell become one keypoint, at
+their mean weighted by score; points near the border of a cell go to the strongest keypoint around; and
+every match is re-assigned to the keypoints of its two ends. Then all keypoints move a little, so that the
+matches between them hold as well as they can. A match that does not is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+import h5py
+import numpy as np
+import torch
+
+from prism_match.engine.store import Names, group_name
+from prism_match.errors import UserError
+from prism_match.files import atomic_path
+from prism_match.matches import Matches
+from prism_match.polish import local_affine
+
+ANCHOR = 0.05  # weight, in scores, of where a keypoint was at first: a track as a whole must not wander
+ROUNDS = 30
+
+
+@dataclass(frozen=True)
+class TrackOptions:
+    """Lengths are in pixels of the images as they were matched: what a matcher tells apart is the same
+    there, however large the photos are."""
+
+    cell: float = 3.0  # points this close can become one keypoint
+    max_error: float = 1.5  # a match that is further from its keypoints is dropped
+    max_keypoints: int = 8192  # of an image, those with the highest sum of scores
+
+    def __post_init__(self) -> None:
+        if not self.cell > 0:
+            raise UserError(f"the cell must be larger than 0 pixels, not {self.cell}")
+        if not self.max_error > 0:
+            raise UserError(f"the largest error must be more than 0 pixels, not {self.max_error}")
+        if self.max_keypoints < 1:
+            raise UserError(f"at least 1 keypoint an image is needed, not {self.max_keypoints}")
+
+
+@dataclass(frozen=True)
+class Keypoints:
+    xy: np.ndarray  # k 2, float32; the centre of the first pixel is (0, 0)
+    scores: np.ndarray  # k, float32: sum of the scores of its matches
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+
+@dataclass(frozen=True)
+class IndexedMatches:
+    """Matches between shared keypoints; no keypoint is in two matches of a pair."""
+
+    index: np.ndarray  # m 2, int64: rows of the keypoints of the two images
+    scores: np.ndarray  # m, float32; best first
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+
+@dataclass(frozen=True)
+class SharedKeypoints:
+    """What COLMAP and others work with: keypoints by image, matches by pair."""
+
+    keypoints: dict[str, Keypoints]
+    matches: dict[Names, IndexedMatches]
+
+
+def share_keypoints(
+    pairs: Iterable[tuple[Names, Matches]],
+    options: TrackOptions | None = None,
+    scales: Mapping[str, float] | None = None,
+) -> SharedKeypoints:
+    """The matches of all pairs, with keypoints that are the same in every pair of an image.
+    scales: how many times larger each image is than it was matched; 1 where it is not told."""
+    options, scales = options or TrackOptions(), scales or {}
+    found = {names: matches for names, matches in pairs if len(matches)}
+    ends: dict[str, list[tuple[Names, int]]] = {}
+    for names in found:
+        for side in (0, 1):
+            ends.setdefault(names[side], []).append((names, side))
+    keypoints: dict[str, Keypoints] = {}
+    assigned: dict[tuple[Names, int], np.ndarray] = {}
+    for name, of_image in sorted(ends.items()):
+        points = [(found[n].keypoints0, found[n].keypoints1)[side] for n, side in of_image]
+        scores = [found[n].scores for n, _ in of_image]
+        scale = scales.get(name, 1.0)
+        keypoints[name], index = merge_points(
+            np.concatenate(points),
+            np.concatenate(scores),
+            options.cell * scale,
+            options.max_error * scale,
+            options.max_keypoints,
+        )
+        parts = np.split(index, np.cumsum([len(s) for s in scores])[:-1])
+        assigned |= dict(zip(of_image, parts, strict=True))
+    matches, raw = {}, {}
+    for names in found:
+        index = np.stack([assigned[names, 0], assigned[names, 1]], axis=1)
+        rows = one_to_one(index[:, 0], index[:, 1], found[names].scores)
+        if len(rows):
+            matches[names] = IndexedMatches(index[rows], found[names].scores[rows])
+            raw[names] = LocalMatches.of(found[names], rows)
+    refined = refine_positions(keypoints, matches, raw)
+    kept = {}
+    for names, m in matches.items():
+        xy0, xy1 = (refined[name].xy[m.index[:, side]] for side, name in enumerate(names))
+        near = raw[names].errors(xy0, xy1) <= options.max_error * scales.get(names[1], 1.0)
+        if near.any():
+            kept[names] = IndexedMatches(m.index[near], m.scores[near])
+    return SharedKeypoints(refined, kept)
+
+
+def merge_points(
+    points: np.ndarray, scores: np.ndarray, cell: float, max_error: float, max_keypoints: int
+) -> tuple[Keypoints, np.ndarray]:
+    """Points n 2 with scores n -> keypoints, and for each point the row of its keypoint (n, int64; -1:
+    none, since it moved too far or its keypoint is not among the best)."""
+    weight = np.maximum(scores.astype(np.float64), 1e-6)  # a score of 0 still says where it is
+    cells = np.floor(points.astype(np.float64) / cell).astype(np.int64)
+    cells, label = np.unique(cells, axis=0, return_inverse=True)
+    label = label.reshape(-1)
+    xy, strength = weighted_means(points, weight, label, len(cells))
+    # Neighbours on two sides of a border between cells: both go to the stronger one.
+    label = strongest_near(points, label, cells, xy, strength, max_error)
+    xy, _ = weighted_means(points, weight, label, len(cells))
+    near = np.linalg.norm(xy[label] - points, axis=1) <= max_error
+    strength = np.bincount(label, weight * near, minlength=len(xy))
+    order = np.argsort(-strength, kind="stable")[:max_keypoints]
+    order = np.sort(order[strength[order] > 0])
+    row = np.full(len(xy), -1, np.int64)
+    row[order] = np.arange(len(order))
+    kept = Keypoints(xy[order].astype(np.float32), strength[order].astype(np.float32))
+    return kept, np.where(near, row[label], -1)
+
+
+def weighted_means(
+    points: np.ndarray, weight: np.ndarray, label: np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """count 2: means of the points of each label; count: their weights. Far away where there are none."""
+    total = np.bincount(label, weight, minlength=count)
+    sums = [np.bincount(label, weight * points[:, k], minlength=count) for k in (0, 1)]
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(np.stack(sums, axis=1) / total[:, None], nan=np.inf), total
+
+
+def strongest_near(
+    points: np.ndarray,
+    label: np.ndarray,
+    cells: np.ndarray,
+    xy: np.ndarray,
+    strength: np.ndarray,
+    max_error: float,
+) -> np.ndarray:
+    """n, int64: of the keypoints (xy: k 2, one for each of `cells`, which are sorted) in the cell of a point
+    and the eight around it, the strongest that is within `max_error`; where there is none, its own."""
+    low = cells.min(axis=0) - 1
+    span = int(cells[:, 1].max() - low[1]) + 2
+    keys = (cells[:, 0] - low[0]) * span + cells[:, 1] - low[1]
+    mine = keys[label]
+    best, most = label.copy(), np.full(len(points), -1.0)
+    for dx in (-1, 0, 1):
+        for dy in (-1, 0, 1):
+            at = np.searchsorted(keys, mine + dx * span + dy).clip(max=len(keys) - 1)
+            there = keys[at] == mine + dx * span + dy
+            there &= np.linalg.norm(xy[at] - points, axis=1) <= max_error
+            there &= strength[at] > most
+            best[there], most[there] = at[there], strength[at[there]]
+    return best
+
+
+def one_to_one(index0: np.ndarray, index1: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """m, int64: rows of matches taken from the best on, each whose two keypoints are still free; best first.
+    index: n, the keypoints of each match, -1 where there is none."""
+    order = np.argsort(-scores, kind="stable")
+    left = order[(index0[order] >= 0) & (index1[order] >= 0)]
+    taken = []
+    # All at once: whoever is the best at both of its ends is taken whatever the others do.
+    while len(left):
+        ends = [index[left] for index in (index0, index1)]
+        best = np.ones(len(left), bool)
+        for end in ends:
+            best &= np.isin(np.arange(len(left)), np.unique(end, return_index=True)[1])
+        taken.append(left[best])
+        free = ~(np.isin(ends[0], ends[0][best]) | np.isin(ends[1], ends[1][best]))
+        left = left[free]
+    chosen = np.sort(np.concatenate(taken)) if taken else left  # equals in the order they came in
+    return chosen[np.argsort(-scores[chosen], kind="stable")]
+
+
+@dataclass(frozen=True)
+class LocalMatches:
+    """Matches as they were found, with what they say about the points around them: x + d in the first image
+    is y + J d in the second, J being how that is stretched and turned against the first."""
+
+    x: np.ndarray  # m 2
+    y: np.ndarray  # m 2
+    jacobian: np.ndarray  # m 2 2
+
+    @staticmethod
+    def of(matches: Matches, rows: np.ndarray) -> LocalMatches:
+        points0, points1 = (torch.from_numpy(p).double() for p in (matches.keypoints0, matches.keypoints1))
+        jacobian = local_affine(points0, points1).numpy()[rows]
+        return LocalMatches(matches.keypoints0[rows], matches.keypoints1[rows], jacobian)
+
+    def errors(self, xy0: np.ndarray, xy1: np.ndarray) -> np.ndarray:
+        """m: pixels of the second image by which points (m 2 each) are not what the matches say."""
+        expected = self.y + np.einsum("nij,nj->ni", self.jacobian, xy0 - self.x)
+        return np.linalg.norm(xy1 - expected, axis=1)
+
+
+def refine_positions(
+    keypoints: dict[str, Keypoints], matches: dict[Names, IndexedMatches], raw: dict[Names, LocalMatches]
+) -> dict[str, Keypoints]:
+    """Keypoints moved so that all of their matches hold as well as they can: k1 - y = J (k0 - x) for each
+    of them, by least squares over all pairs, solved by relaxation."""
+    if not matches:
+        return keypoints
+    starts = np.cumsum([0, *map(len, keypoints.values())]).tolist()
+    start = dict(zip(keypoints, starts, strict=False))
+    origin = np.concatenate([k.xy for k in keypoints.values()]).astype(np.float64)
+    first, second = (
+        np.concatenate([start[names[side]] + m.index[:, side] for names, m in matches.items()])
+        for side in (0, 1)
+    )
+    x, y, forward = (
+        np.concatenate([getattr(raw[n], key) for n in matches]) for key in ("x", "y", "jacobian")
+    )
+    backward = np.linalg.inv(forward)
+    weight = np.concatenate([m.scores for m in matches.values()]).astype(np.float64)
+    total = ANCHOR + np.bincount(np.concatenate([first, second]), np.tile(weight, 2), minlength=len(origin))
+    xy = origin
+    for _ in range(ROUNDS):
+        pull = ANCHOR * origin
+        for ends, target in (
+            (second, y + np.einsum("nij,nj->ni", forward, xy[first] - x)),
+            (first, x + np.einsum("nij,nj->ni", backward, xy[second] - y)),
+        ):
+            for k in (0, 1):
+                pull[:, k] += np.bincount(ends, weight * target[:, k], minlength=len(origin))
+        xy = 0.5 * xy + 0.5 * pull / total[:, None]  # half of the way: all at once would swing
+    moved = np.split(xy.astype(np.float32), starts[1:-1])
+    return {name: Keypoints(m, k.scores) for (name, k), m in zip(keypoints.items(), moved, strict=True)}
+
+
+def components(count: int, edges: np.ndarray) -> np.ndarray:
+    """count, int64: for each of so many nodes the smallest number that edges (e 2) join it with."""
+    label = np.arange(count)
+    while True:
+        low = np.minimum(label[edges[:, 0]], label[edges[:, 1]])
+        new = label.copy()
+        np.minimum.at(new, edges[:, 0], low)
+        np.minimum.at(new, edges[:, 1], low)
+        new = new[new]  # labels point to nodes: jumping along them halves the way
+        if (new == label).all():
+            return label
+        label = new
+
+
+def save_tracks(path: Path, shared: SharedKeypoints, colours: dict[str, np.ndarray] | None = None) -> None:
+    """To an .h5 file; colours: k 3, uint8, of the keypoints of each image, where they are known."""
+    with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
+        for name, points in shared.keypoints.items():
+            group = file.create_group(f"keypoints/{quote(name, safe=' ')}")
+            group["xy"], group["scores"] = points.xy, points.scores
+            if colours is not None and name in colours:
+                group["rgb"] = colours[name]
+        for names, matches in shared.matches.items():
+            group = file.create_group(group_name("matches", names))
+            group["index"], group["scores"] = matches.index, matches.scores
+
+
+def load_tracks(path: Path) -> tuple[SharedKeypoints, dict[str, np.ndarray]]:
+    """What `save_tracks` has written: shared keypoints, and colours."""
+    keypoints, colours, matches = {}, {}, {}
+    try:
+        with h5py.File(path, "r") as file:
+            for key, group in file.get("keypoints", {}).items():
+                name = unquote(key)
+                keypoints[name] = Keypoints(group["xy"][()], group["scores"][()])
+                if "rgb" in group:
+                    colours[name] = group["rgb"][()]
+            for first, groups in file.get("matches", {}).items():
+                for second, group in groups.items():
+                    names = unquote(first), unquote(second)
+                    matches[names] = IndexedMatches(group["index"][()], group["scores"][()])
+    except (OSError, KeyError) as error:
+        raise UserError(f"{path}: not a file of tracks ({error})") from error
+    return SharedKeypoints(keypoints, matches), colours
