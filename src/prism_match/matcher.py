@@ -18,8 +18,9 @@ from prism_match.errors import UserError
 from prism_match.images import Image, ImageLike, load_image, load_mask, resize
 from prism_match.matches import Details, Matches
 from prism_match.model.prism import CELL, STRIDE, Features, PairMatches
-from prism_match.polish import MORE_ROUNDS, MOST_ZOOM, ROUNDS, polish, zooms
-from prism_match.weights import build_model, weights_info
+from prism_match.polish import MORE_ROUNDS, MOST_ZOOM, local_affine, zooms
+from prism_match.subpixel import ROUNDS, Pyramid, settle
+from prism_match.weights import build_model, load_subpixel, weights_info
 
 MaskLike: TypeAlias = "ImageLike | None"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,6 +30,7 @@ DEFAULT_SIZE = 832  # longer side in pixels, the paper's size for its ablations
 # chance. On real pairs it was at most 0.3 % of the number of cells the wrong way up and seldom below 0.5 %
 # the right way up.
 EVIDENT, WEAK = 0.2, 0.005
+REWEIGHED = 2  # times, by how well they fit, the matches around one that tell how image 1 is stretched there
 KEPT = 4 * 2**20  # bytes of an image from memory that a result keeps a copy of, for pictures
 
 
@@ -57,8 +59,8 @@ class PairMatcher:
         rotate: whether image 1 is also tried turned by 90, 180 and 270 degrees, of which the turn with the
         most confident matches counts; it takes four times as long. "auto": only where image 1 as it is
         has next to no matches. Matches are in pixels of the images as they are given, always.
-        polish: whether the model's matches are moved by fractions of a pixel to where both images, as large
-        as they are given, look most alike (`polish.py`); False: the paper's refinement alone."""
+        polish: whether the model's matches are made exact by a small network that compares both images, as
+        large as they are given, around each of them (`subpixel.py`); False: the paper's refinement alone."""
         check_size(size)
         if threshold is not None and not 0 <= threshold < 1:
             raise UserError(f"threshold must be at least 0 and below 1, not {threshold}")
@@ -72,6 +74,7 @@ class PairMatcher:
         self.size, self.threshold, self.max_matches = size, threshold, max_matches
         self.info = weights_info(weights, config)
         self.model = build_model(self.info).to(self.device)
+        self.subpixel = load_subpixel().to(self.device)
         if self.device.type == "cuda":
             self.model.backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -224,8 +227,10 @@ class PairMatcher:
                 for gray, p in ((gray0, pair.a), (gray1, pair.b))
             )
             near0, near1 = (at0 + 0.5) * scale0 - 0.5, (at1 + 0.5) * scale1 - 0.5
-            image0, image1 = (torch.from_numpy(gray).to(self.device) for gray in (gray0, gray1))
-            moved = polish(image0, image1, near0, near1, MORE_ROUNDS if n else ROUNDS)
+            first, second = (Pyramid(torch.from_numpy(gray)[None].to(self.device)) for gray in (gray0, gray1))
+            stretch = local_affine(near0, near1, rounds=REWEIGHED)
+            rounds = MORE_ROUNDS if n else ROUNDS
+            moved, _ = settle(self.subpixel, first, second, near0, near1, stretch, rounds)
             at1 = (moved + 0.5) / scale1 - 0.5
         return at1
 

@@ -18,6 +18,7 @@ from prism_match.cli.localize import localize_command
 from prism_match.cli.match import match
 from prism_match.cli.sfm import sfm
 from prism_match.cli.train import train
+from prism_match.cli.train_subpixel import train_subpixel
 from prism_match.errors import UserError
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ for command in (match, demo, convert, info):
     app.command()(command)
 app.command("eval")(evaluate)
 app.command()(train)
+app.command()(train_subpixel)
 app.command()(sfm)
 app.command("localize")(localize_command)
 app.add_typer(export_app, name="export")

@@ -28,6 +28,7 @@ from prism_match.errors import UserError
 from prism_match.images import Image, resize
 from prism_match.matcher import ImageFeatures, PairMatcher, Prepared
 from prism_match.matches import Matches
+from prism_match.weights import SUBPIXEL_SHA256
 
 MatchFunction = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, ...]]
 
@@ -71,7 +72,7 @@ class Prism:
             "threshold": config.theta_c if matcher.threshold is None else matcher.threshold,
             "max_matches": matcher.max_matches,
             "rotate": matcher.rotate,
-            "polish": matcher.polish,
+            "polish": SUBPIXEL_SHA256 if matcher.polish else None,
         }
 
     def prepare(self, image: Image, resizing: Resize) -> Prepared:

@@ -10,6 +10,7 @@ import torch
 
 from prism_match.errors import UserError
 from prism_match.training.capture import Captured
+from prism_match.training.data.photometric import CALM
 from prism_match.training.feed import Weighted
 from prism_match.training.pairs import PairSource
 
@@ -30,6 +31,7 @@ class SourceOptions:
     mix: str = ""
     compile: bool = False  # compile and record, on a GPU, what renders photos and worlds
     photo_size: int = 448
+    calm: float = CALM  # share of photo and world pairs that are changed little
 
 
 def make_sources(options: SourceOptions, device: torch.device) -> list[Weighted]:
@@ -60,11 +62,11 @@ def _open(options: SourceOptions, device: torch.device) -> dict[str, list[PairSo
 
         require(options.photos)
         store = PhotoStore.load(options.photos, options.photo_size).to(device)
-        kinds["photos"] = [PhotoPairs(store, device, compile=options.compile)]
+        kinds["photos"] = [PhotoPairs(store, device, compile=options.compile, calm=options.calm)]
         if options.worlds:
             from prism_match.training.data.worlds.source import Worlds
 
-            kinds["worlds"] = [Worlds(store, device, compile=options.compile)]
+            kinds["worlds"] = [Worlds(store, device, compile=options.compile, calm=options.calm)]
     if options.colmap:
         from prism_match.training.data.colmap import Collection, ColmapPairs
 

@@ -13,11 +13,14 @@ import torch
 from prism_match.config import ModelConfig
 from prism_match.errors import UserError
 from prism_match.model.prism import PRISM
+from prism_match.subpixel import Subpixel
 from prism_match.weights.hub import locate
 from prism_match.weights.store import read_header, read_weights
 
 SHIPPED = Path(__file__).parent / "prism.safetensors"
+SUBPIXEL = Path(__file__).parent / "subpixel.safetensors"  # of the network that polishes
 MODEL_CARD = Path(__file__).parent / "README.md"  # of the shipped weights
+SUBPIXEL_SHA256 = "2dc70749037ca056e25feb8cfea9fc555fbd8992f3cbe1be51fb5bfb520fd581"
 SHIPPED_SHA256 = "dfef8be2aad6e49657b8dca66f1e3db3aba10382d5a43292876a7c1f373a7c73"
 
 
@@ -65,6 +68,18 @@ def build_model(info: WeightsInfo) -> PRISM:
     if info.path is not None:
         load_state(model, read_weights(info.path)[0], str(info.path))
     return model.eval()
+
+
+def load_subpixel() -> Subpixel:
+    """The shipped network that makes matches exact, on the CPU."""
+    state, _ = read_weights(SUBPIXEL)
+    if (digest := sha256([SUBPIXEL])) != SUBPIXEL_SHA256:
+        raise UserError(
+            f"{SUBPIXEL}: the shipped weights are damaged (sha256 {digest[:12]}...); install again"
+        )
+    network = Subpixel()
+    network.load_state_dict({k: v.float() for k, v in state.items()})
+    return network.eval()
 
 
 def load_state(model: PRISM, state: dict[str, torch.Tensor], name: str) -> None:

@@ -220,12 +220,14 @@ class PhotoPairs:
         photometric: bool = True,
         strangers: float = 0.06,
         compile: bool = False,
+        calm: float = CALM,
     ):
         """`strangers`: share of pairs whose views are of different photos, so that pruning learns that two
         images may have nothing in common. `compile` fuses the rendering into one kernel."""
         self.store, self.device = store.to(device), torch.device(device)
         self._render = torch.compile(render, dynamic=False) if compile else render
         self.max_scale, self.photometric, self.strangers = max_scale, photometric, strangers
+        self.calm = calm  # share of pairs that are changed little
 
     @torch.no_grad()
     def sample(self, batch: int, size: int, generator: torch.Generator) -> PairBatch:
@@ -236,7 +238,7 @@ class PhotoPairs:
         stranger = draw.chance(self.strangers, batch)
         shown = photo[:, 0], torch.where(stranger, photo[:, 3], photo[:, 0])
         patches = [Patches(draw, batch, size) for _ in range(2)]
-        calm = draw.chance(CALM, batch)
+        calm = draw.chance(self.calm, batch)
         images, truth, flat = [], [], []
         for i, j in ((0, 1), (1, 0)):
             image = self._render(

@@ -50,6 +50,7 @@ class Worlds:
         max_scale: float = 8.0,
         photometric: bool = True,
         compile: bool = False,
+        calm: float = CALM,
     ):
         """`compile` fuses the rendering into few kernels: faster on a GPU, after a minute of compiling."""
         self.store, self.device = store.to(device), torch.device(device)
@@ -57,6 +58,7 @@ class Worlds:
         if not self.families:
             raise ValueError("worlds need at least one family")
         self.max_scale, self.photometric, self.compiled = max_scale, photometric, compile
+        self.calm = calm  # share of pairs that are changed little
         self._shade = torch.compile(shade, dynamic=False) if compile else shade
 
     @torch.no_grad()
@@ -83,7 +85,7 @@ class Worlds:
         light = random_light(draw, views, self.store.count)
         images = self._render(views, light, size)
         flat = flat_cells(images).chunk(2)
-        calm = draw.chance(CALM, len(images) // 2).repeat(2)
+        calm = draw.chance(self.calm, len(images) // 2).repeat(2)
         images = augment(images, generator, calm) if self.photometric else images.clamp(0, 1)
         warp, visible = warp_cells(views, size)
         (image0, image1), (warp0, warp1), (visible0, visible1) = (t.chunk(2) for t in (images, warp, visible))

@@ -1,0 +1,43 @@
+"""`prism train-subpixel`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from prism_match.cli.options import DeviceOption
+from prism_match.errors import UserError
+
+
+def train_subpixel(
+    out: Annotated[Path, typer.Option("-o", "--out", help="The .safetensors file to write.")],
+    photos: Annotated[list[Path], typer.Option(help="Folder or tar of photos; may be given several times.")],
+    minutes: Annotated[float, typer.Option(help="Budget.")] = 8.0,
+    init: Annotated[Optional[Path], typer.Option(help="Weights to begin with.")] = None,
+    seed: int = 0,
+    device: DeviceOption = "auto",
+) -> None:
+    """Train the network that makes matches exact (`polish`), on photos and worlds textured with them.
+
+    Example: prism train-subpixel --photos my-photos --minutes 8 -o subpixel.safetensors
+    """
+    from prism_match.matcher import find_device
+    from prism_match.training.sources import SourceOptions, make_sources
+    from prism_match.training.subpixel import CALM, SubpixelConfig
+    from prism_match.training.subpixel import train_subpixel as train
+
+    if not 0 < minutes < float("inf"):
+        raise UserError(f"--minutes must be positive, not {minutes}")
+    if init is not None and not init.is_file():
+        raise UserError(f"{init}: no such file")
+    if out.suffix != ".safetensors":
+        raise UserError(f"{out}: the weights are a .safetensors file")
+    logging.basicConfig(format="%(message)s")
+    where = find_device(device)
+    options = SourceOptions(photos=photos, worlds=True, compile=where.type == "cuda", calm=CALM)
+    sources = [weighted.source for weighted in make_sources(options, where)]
+    found = train(sources, out, SubpixelConfig(minutes=minutes, seed=seed), where, init)
+    print(f"{out}: median error {found['before']:.2f} px before and {found['after']:.2f} px after")

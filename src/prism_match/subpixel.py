@@ -1,0 +1,179 @@
+"""Matches made exact: a small network sees each as two aligned windows, and tells how far off it is, and how
+sure that is.
+
+The refinement of the paper tells where a point is to about half a pixel. The images themselves tell it
+better: the windows around both ends of a match, brought to one frame, show by how much one has to be moved.
+Least squares alone is drawn aside by whatever differs for another reason: relief, shadows, the edge of
+something nearer, blur in one photo only. The network weighs the pixels of the windows before the least
+squares, corrects what they give, and states the error that is left. It has learnt all of this from pairs with
+exact truth.
+
+Windows are sampled at the scale of the coarser photo and along the local affine map between the two, so that
+zoom and turn are gone before the network looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+RADIUS = 8  # of the window, in its own pixels
+SIDE = 2 * RADIUS + 1
+WINDOW_STD = 4.2  # window pixels: of the weights of its pixels before anything is learnt
+DAMPING = 3e-2  # on the normal equations: along an edge nothing is known
+LONGEST = 3.0  # window pixels, of one step
+FLAT = 0.008  # deviation of the brightness (of 1) below which a window is taken to be noise
+LEVELS = 4  # of an image's pyramid: changes of scale up to eight are sampled without aliasing
+ROUNDS = 3
+CHANNELS = 10  # that `comparison` makes of two windows
+AT_ONCE = 2048  # matches
+
+
+class Subpixel(nn.Module):
+    """Two windows -> the step that brings the second onto the first, and the error expected after it."""
+
+    def __init__(self, width: int = 32):
+        super().__init__()
+        self.whole = nn.Sequential(_conv(CHANNELS, width), _conv(width, width))
+        self.halved = nn.Sequential(_conv(width, 2 * width, stride=2), _conv(2 * width, 2 * width))
+        self.quartered = _conv(2 * width, 2 * width, stride=2)
+        self.weight = nn.ModuleList([nn.Conv2d(dim, 1, 1) for dim in (width, 2 * width, 2 * width)])
+        last = nn.Linear(4 * width, 3)
+        seen = 2 * width * (-(-SIDE // 4)) ** 2
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(seen, 4 * width), nn.GELU(), last)
+        for layer in (*self.weight, last):  # it begins as plain least squares
+            nn.init.zeros_(layer.weight)  # type: ignore[arg-type]
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+
+    def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """n w w each. The step n 2 (x, y) and the expected error n after it, both in window pixels."""
+        compared = comparison(first, second)
+        maps = [self.whole(compared)]
+        maps += [self.halved(maps[0])]
+        maps += [self.quartered(maps[1])]
+        logits = [
+            F.interpolate(layer(x), (SIDE, SIDE), mode="bilinear", align_corners=False)[:, 0]
+            for layer, x in zip(self.weight, maps, strict=True)
+        ]
+        correction, log_error = self.head(maps[2]).split([2, 1], dim=1)
+        step = least_squares(compared, logits[0] + logits[1] + logits[2]) + correction
+        return LONGEST * torch.tanh(step / LONGEST), log_error[:, 0].clamp(-5.0, 4.0).exp()
+
+
+def _conv(dim_in: int, dim_out: int, stride: int = 1) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(dim_in, dim_out, 3, stride, padding=1), nn.GELU())
+
+
+def comparison(first: Tensor, second: Tensor) -> Tensor:
+    """n 10 w w: both windows, their difference, their mean gradient, and the products that the normal
+    equations of a shift are sums of, so that the network has to add and not to multiply."""
+    a, b = normalised(first), normalised(second)
+    mean = F.pad(((a + b) / 2)[:, None], (1, 1, 1, 1), mode="replicate")[:, 0]
+    gx = (mean[:, 1:-1, 2:] - mean[:, 1:-1, :-2]) / 2
+    gy = (mean[:, 2:, 1:-1] - mean[:, :-2, 1:-1]) / 2
+    d = b - a
+    return torch.stack([a, b, d, gx, gy, gx * d, gy * d, gx * gx, gy * gy, gx * gy], dim=1)
+
+
+def normalised(window: Tensor) -> Tensor:
+    """n w w with mean 0 and deviation 1, but for windows that show nothing but noise: that stays small."""
+    centred = window - window.mean(dim=(1, 2), keepdim=True)
+    return centred / (centred.square().mean(dim=(1, 2), keepdim=True) + FLAT**2).sqrt()
+
+
+def least_squares(compared: Tensor, logit: Tensor) -> Tensor:
+    """n 2: the shift that the pixels of `comparison` (n 10 w w) ask for, weighed by exp(logit) (n w w)."""
+    distance = window_grid(compared.device).square().sum(1)
+    weight = (logit.clamp(-8, 8).flatten(1) - distance / (2 * WINDOW_STD**2)).exp()
+    weight = weight / weight.sum(dim=1, keepdim=True)
+    xd, yd, xx, yy, xy = (compared.flatten(2)[:, 5:] * weight[:, None]).sum(dim=2).unbind(1)
+    xx, yy = xx + DAMPING, yy + DAMPING
+    return torch.stack([xy * yd - yy * xd, xy * xd - xx * yd], dim=1) / (xx * yy - xy * xy)[:, None]
+
+
+def window_grid(device: torch.device) -> Tensor:
+    """k 2: the pixels of a window around its middle, row by row."""
+    at = torch.arange(-RADIUS, RADIUS + 1, device=device, dtype=torch.float32)
+    return torch.stack(torch.meshgrid(at, at, indexing="xy"), dim=-1).view(-1, 2)
+
+
+class Pyramid:
+    """Images of one size and their halves in one table, so that each window has a level of its own."""
+
+    def __init__(self, gray: Tensor):
+        """gray: b h w in [0, 1]."""
+        maps = [gray]
+        for _ in range(LEVELS - 1):
+            high, wide = maps[-1].shape[1:]
+            even = F.pad(maps[-1][:, None], (0, wide % 2, 0, high % 2), mode="replicate")
+            maps.append(F.avg_pool2d(even, 2)[:, 0])
+        sizes = [m[0].numel() for m in maps]
+        self.sizes = torch.tensor([m.shape[:0:-1] for m in maps], device=gray.device)  # level 2: x, y
+        self.starts = torch.tensor([sum(sizes[:n]) for n in range(LEVELS)], device=gray.device)
+        self.flat = torch.cat([m.flatten(1) for m in maps], dim=1)
+
+    def sample(self, points: Tensor, level: Tensor, image: Tensor | int = 0) -> Tensor:
+        """points: n k 2, pixels of the whole image; level and image: n. Bilinear, and the border goes on
+        outside: n k."""
+        scale = torch.exp2(-level.to(points.dtype))[:, None, None]
+        size = self.sizes[level][:, None]  # n 1 2
+        at = torch.minimum(((points + 0.5) * scale - 0.5).clamp(min=0), size - 1.0)
+        x, y = at.unbind(-1)
+        wide, high = size.unbind(-1)  # n 1 each
+        x0, y0 = x.long(), y.long()
+        right, down = (x0 + 1 < wide).long(), (y0 + 1 < high).long() * wide
+        corner = (image * self.flat.shape[1] + self.starts[level])[:, None] + y0 * wide + x0
+        flat = self.flat.view(-1)
+        top = torch.lerp(flat[corner], flat[corner + right], x - x0)
+        bottom = torch.lerp(flat[corner + down], flat[corner + down + right], x - x0)
+        return torch.lerp(top, bottom, y - y0)
+
+
+def approach(
+    network: Subpixel,
+    first: Pyramid,
+    second: Pyramid,
+    points0: Tensor,
+    points1: Tensor,
+    stretch: Tensor,
+    rounds: int,
+    image: Tensor | int = 0,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """After each round: points1 (n 2), moved, and the expected error of each (n) in pixels of image 1.
+    stretch: n 2 2, how offsets around points0 become offsets around points1; image: n, which of the
+    pyramids' images a match belongs to."""
+    scale = torch.linalg.det(stretch).abs().clamp(1e-3, 1e3).sqrt()
+    spacing = (1 / scale).clamp(min=1.0)  # a window's pixels are those of the coarser image
+    level0, level1 = (x.log2().round().clamp(0, LEVELS - 1).long() for x in (spacing, spacing * scale))
+    grid = window_grid(points0.device)
+    to_image1 = spacing[:, None, None] * stretch
+    around0, around1 = spacing[:, None, None] * grid, torch.einsum("nij,kj->nki", to_image1, grid)
+    window0 = first.sample(points0[:, None] + around0, level0, image).view(-1, SIDE, SIDE)
+    for _ in range(rounds):
+        window1 = second.sample(points1[:, None] + around1, level1, image).view(-1, SIDE, SIDE)
+        step, error = network(window0, window1)
+        points1 = points1 + torch.einsum("nij,nj->ni", to_image1, step)
+        yield points1, error * spacing * scale
+        points1 = points1.detach()
+
+
+@torch.inference_mode()
+def settle(
+    network: Subpixel,
+    first: Pyramid,
+    second: Pyramid,
+    points0: Tensor,
+    points1: Tensor,
+    stretch: Tensor,
+    rounds: int = ROUNDS,
+) -> tuple[Tensor, Tensor]:
+    """What the last round of `approach` gives, for any number of matches."""
+    found = [(points1[:0], points1[:0, 0])]
+    for at0, at1, s in zip(*(t.split(AT_ONCE) for t in (points0, points1, stretch)), strict=True):
+        *_, last = approach(network, first, second, at0, at1, s, rounds)
+        found.append(last)
+    moved, error = (torch.cat(x) for x in zip(*found, strict=True))
+    return moved, error

@@ -1,0 +1,192 @@
+"""Trains the network of `subpixel.py`, on pairs whose truth is exact: photos under homographies and worlds.
+
+It needs nothing of the matcher: the matches it is shown are true ones, moved by about what the refinement of
+a trained model gets wrong, with the affine maps around them a little off as well.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from tqdm import tqdm
+
+from prism_match.files import atomic_path
+from prism_match.subpixel import ROUNDS, Pyramid, Subpixel, approach
+from prism_match.training.feed import seed_of
+from prism_match.training.pairs import CELL, PairBatch, PairSource, cell_centres
+from prism_match.weights.store import write_tensors
+
+log = logging.getLogger(__name__)
+
+CALM = 0.8  # share of pairs in ordinary light: what is learnt here is to be exact
+LARGEST_ZOOM = 6.0  # between two images; beyond it a window shows too little
+ROUND_WEIGHTS = (0.5, 0.75, 1.0)  # of the loss after each round
+
+
+@dataclass(frozen=True)
+class SubpixelConfig:
+    minutes: float = 8.0
+    size: int = 480  # of the images
+    pairs: int = 10  # of each source that are drawn at a time
+    cells: int = 1200  # of each pair, at most
+    parts: int = 3  # updates that a draw is good for
+    lr: float = 1e-3
+    warmup: int = 100
+    ema: float = 0.998
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Examples:
+    """n true matches of b pairs."""
+
+    first: Pyramid
+    second: Pyramid
+    image: Tensor  # n, int64: the pair
+    points0: Tensor  # n 2
+    points1: Tensor  # n 2, the truth
+    stretch: Tensor  # n 2 2, the truth about the neighbourhood
+    pixel: Tensor  # n: pixels of image 1 that are one of the coarser image
+
+    def some(self, rows: Tensor) -> Examples:
+        return Examples(
+            self.first, self.second,
+            *(t[rows] for t in (self.image, self.points0, self.points1, self.stretch, self.pixel)),
+        )  # fmt: skip
+
+
+def train_subpixel(
+    sources: Sequence[PairSource],
+    out: Path,
+    config: SubpixelConfig,
+    device: torch.device,
+    init: Path | None = None,
+) -> dict[str, float]:
+    """Writes the averaged weights to `out`; returns the last metrics."""
+    torch.manual_seed(config.seed)
+    network = Subpixel().to(device)
+    if init is not None:
+        network.load_state_dict(load_file(init))
+    average = torch.optim.swa_utils.AveragedModel(
+        network, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(config.ema)
+    )
+    optimizer = torch.optim.AdamW(network.parameters(), lr=config.lr, weight_decay=1e-3)
+    started, step = time.monotonic(), 0
+    metrics: dict[str, float] = {}
+    bar = tqdm(unit="step", mininterval=10)
+    while (progress := (time.monotonic() - started) / (60 * config.minutes)) < 1:
+        examples = draw_examples(sources, config, step, device)
+        order = torch.randperm(len(examples.image), device=device)
+        for rows in order.chunk(config.parts):
+            for group in optimizer.param_groups:
+                group["lr"] = config.lr * min(1, (step + 1) / config.warmup) * _cosine(progress)
+            loss, metrics = subpixel_loss(network, examples.some(rows))
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            average.update_parameters(network)
+            step += 1
+            bar.update()
+        bar.set_postfix({k: f"{v:.3f}" for k, v in metrics.items()}, refresh=False)
+    bar.close()
+    summary = {**asdict(config), "steps": step, **{k: round(v, 4) for k, v in metrics.items()}}
+    with atomic_path(out) as temporary:
+        write_tensors(temporary, average.module.state_dict(), {"training": json.dumps(summary)})
+    return metrics
+
+
+def _cosine(progress: float) -> float:
+    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+@torch.no_grad()
+def draw_examples(
+    sources: Sequence[PairSource], config: SubpixelConfig, step: int, device: torch.device
+) -> Examples:
+    batches = []
+    for n, source in enumerate(sources):
+        generator = torch.Generator(device).manual_seed(seed_of(config.seed, step, n))
+        batches.append(source.sample(config.pairs, config.size, generator))
+    return examples_of(batches, config.cells)
+
+
+def examples_of(batches: Sequence[PairBatch], cells: int) -> Examples:
+    """At most `cells` matches of each pair, at the centres of cells of image 0 and drawn at random."""
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(b, name) for b in batches])
+
+    image0, image1, warp, seen = (joined(n) for n in ("image0", "image1", "warp0", "visible0"))
+    stretch, known = true_stretch(warp, seen)
+    scale = torch.linalg.det(stretch).abs().sqrt()
+    usable = (seen & known & (scale > 1 / LARGEST_ZOOM) & (scale < LARGEST_ZOOM)).flatten(1)
+    keys, cell = (torch.rand(usable.shape, device=warp.device) + usable).topk(min(cells, usable.shape[1]))
+    chosen = keys > 1
+    pair = torch.arange(len(warp), device=warp.device)[:, None].expand_as(cell)[chosen]
+    cell = cell[chosen]
+    centres = cell_centres(image0.shape[-2], image0.shape[-1], warp.device).view(-1, 2)
+    return Examples(
+        Pyramid(image0[:, 0]), Pyramid(image1[:, 0]), pair, centres[cell],
+        warp.flatten(1, 2)[pair, cell], stretch.flatten(1, 2)[pair, cell],
+        scale.flatten(1)[pair, cell].clamp(min=1.0),
+    )  # fmt: skip
+
+
+def true_stretch(warp: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """warp: b h w 2 of the centres of cells; seen: b h w. How offsets in image 0 become offsets in image 1,
+    by the differences to the cells beside it that are seen too (b h w 2 2), and whether there are such."""
+    columns, known = [], []
+    for dim in (2, 1):  # along x, along y
+        n = warp.shape[dim]
+        at = torch.arange(n, device=warp.device).view([n if d == dim else 1 for d in range(3)])
+        after = torch.roll(seen, -1, dim) & (at < n - 1)
+        before = torch.roll(seen, 1, dim) & (at > 0)
+        high = torch.where(after[..., None], torch.roll(warp, -1, dim), warp)
+        low = torch.where(before[..., None], torch.roll(warp, 1, dim), warp)
+        steps = after.long() + before.long()
+        columns.append((high - low) / (CELL * steps.clamp(min=1))[..., None])
+        known.append(steps > 0)
+    return torch.stack(columns, dim=-1), known[0] & known[1]
+
+
+def disturbed(examples: Examples) -> tuple[Tensor, Tensor]:
+    """points1 as a model finds them, and the stretch as its matches around a point tell it."""
+    truth, stretch = examples.points1, examples.stretch
+    n, device = len(truth), truth.device
+
+    def uniform(*more: int) -> Tensor:
+        return torch.rand(n, *more, device=device)
+
+    deviation = 0.15 + 1.1 * uniform(1).square()
+    deviation = torch.where(uniform(1) < 0.08, 3.0 * uniform(1), deviation)
+    start = truth + deviation * torch.randn_like(truth) * examples.pixel[:, None]
+    identity = torch.eye(2, device=device)
+    noise = 0.05 * torch.randn_like(stretch) * (uniform(1, 1) < 0.7)
+    wrong = torch.where(uniform(1, 1) < 0.04, identity, stretch @ (identity + noise))
+    return start, wrong
+
+
+def subpixel_loss(network: Subpixel, examples: Examples) -> tuple[Tensor, dict[str, float]]:
+    """The likelihood of the true points where errors fall off exponentially: being exact pays, and so does a
+    stated error that is neither too small nor too large."""
+    with torch.no_grad():
+        start, wrong = disturbed(examples)
+    e, loss = examples, torch.zeros((), device=start.device)
+    found = approach(network, e.first, e.second, e.points0, start, wrong, ROUNDS, e.image)
+    for weight, (points1, expected) in zip(ROUND_WEIGHTS, found, strict=True):
+        error = ((points1 - e.points1).square().sum(1) + 1e-6).sqrt() / e.pixel
+        stated = expected / e.pixel
+        loss = loss + weight * (2 * error / stated + 2 * stated.log()).mean()
+    before = (start - e.points1).norm(dim=1) / e.pixel
+    medians = {"before": before, "after": error.detach(), "stated": stated.detach()}
+    return loss, {"loss": loss.item(), **{k: v.median().item() for k, v in medians.items()}}
