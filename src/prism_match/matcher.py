@@ -18,8 +18,8 @@ from prism_match.errors import UserError
 from prism_match.images import Image, ImageLike, load_image, load_mask, resize
 from prism_match.matches import Details, Matches
 from prism_match.model.prism import CELL, STRIDE, Features, PairMatches
-from prism_match.polish import MORE_ROUNDS, MOST_ZOOM, local_affine, zooms
-from prism_match.subpixel import ROUNDS, Pyramid, settle
+from prism_match.polish import MOST_ZOOM, local_affine, zooms
+from prism_match.subpixel import Pyramid, settle
 from prism_match.weights import build_model, load_subpixel, weights_info
 
 MaskLike: TypeAlias = "ImageLike | None"
@@ -228,10 +228,11 @@ class PairMatcher:
             )
             near0, near1 = (at0 + 0.5) * scale0 - 0.5, (at1 + 0.5) * scale1 - 0.5
             first, second = (Pyramid(torch.from_numpy(gray)[None].to(self.device)) for gray in (gray0, gray1))
-            stretch = local_affine(near0, near1, rounds=REWEIGHED)
-            rounds = MORE_ROUNDS if n else ROUNDS
-            moved, _ = settle(self.subpixel, first, second, near0, near1, stretch, rounds)
-            at1 = (moved + 0.5) / scale1 - 0.5
+            # Twice at first: once they are better, matches tell better how image 1 is stretched.
+            for _ in range(1 if n else 2):
+                stretch = local_affine(near0, near1, rounds=REWEIGHED)
+                near1, _ = settle(self.subpixel, first, second, near0, near1, stretch)
+            at1 = (near1 + 0.5) / scale1 - 0.5
         return at1
 
     def _autocast(self) -> torch.autocast:

@@ -1,10 +1,9 @@
-"""Matches moved by fractions of a pixel to where both images look most alike.
+"""Points moved by fractions of a pixel to where two images look most alike, without anything learnt.
 
-The network tells where a point is to about half a pixel, drawn a little towards the pixels of its fine map.
-The images themselves tell it better wherever there is texture: a small window around the point in image 0,
-stretched and turned as the neighbouring matches are, is compared with image 1 by normalised
-cross-correlation, and a few steps of Gauss and Newton lead to the maximum nearby. No match is lost; one
-whose windows never look alike stays.
+A small window around the point in image 0, stretched and turned as the neighbouring matches are, is compared
+with image 1 by normalised cross-correlation, and a few steps of Gauss and Newton lead to the maximum nearby.
+No match is lost; one whose windows never look alike stays. The keypoints of a track are brought together this
+way; matches of a pair are left to the network of `subpixel.py`, which needs the same map of a neighbourhood.
 
 Photos are mostly larger than what they are matched at. There, `zooms` leads from that size to their own, so
 that matches are exact in pixels of the photo.
@@ -22,7 +21,6 @@ RADIUS = 7  # of the window, in pixels
 WINDOW_STD = 4.2  # pixels: of the weights that make the middle of the window count most
 BLUR_STD = 0.5  # pixels: of the images, so that their gradients are good for a step of half a pixel
 ROUNDS = 4
-MORE_ROUNDS = 2  # of each zoom but the first: little is left to be done
 CLOSE = 1.5  # zooms up to this need no step between
 ZOOM = 2.5  # largest step between zooms: half a pixel before is one pixel and a bit after
 MOST_ZOOM = 4.0

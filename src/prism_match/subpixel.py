@@ -27,7 +27,7 @@ DAMPING = 3e-2  # on the normal equations: along an edge nothing is known
 LONGEST = 3.0  # window pixels, of one step
 FLAT = 0.008  # deviation of the brightness (of 1) below which a window is taken to be noise
 LEVELS = 4  # of an image's pyramid: changes of scale up to eight are sampled without aliasing
-ROUNDS = 3
+ROUNDS = 2
 CHANNELS = 10  # that `comparison` makes of two windows
 AT_ONCE = 2048  # matches
 

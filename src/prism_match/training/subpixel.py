@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from prism_match.files import atomic_path
-from prism_match.subpixel import ROUNDS, Pyramid, Subpixel, approach
+from prism_match.subpixel import Pyramid, Subpixel, approach
 from prism_match.training.feed import seed_of
 from prism_match.training.pairs import CELL, PairBatch, PairSource, cell_centres
 from prism_match.weights.store import write_tensors
@@ -182,7 +182,7 @@ def subpixel_loss(network: Subpixel, examples: Examples) -> tuple[Tensor, dict[s
     with torch.no_grad():
         start, wrong = disturbed(examples)
     e, loss = examples, torch.zeros((), device=start.device)
-    found = approach(network, e.first, e.second, e.points0, start, wrong, ROUNDS, e.image)
+    found = approach(network, e.first, e.second, e.points0, start, wrong, len(ROUND_WEIGHTS), e.image)
     for weight, (points1, expected) in zip(ROUND_WEIGHTS, found, strict=True):
         error = ((points1 - e.points1).square().sum(1) + 1e-6).sqrt() / e.pixel
         stated = expected / e.pixel
