@@ -218,6 +218,11 @@ def test_training_writes_weights_that_load(tmp_path) -> None:
     assert metrics["before"] > 0
     again = train_subpixel([source], tmp_path / "b.safetensors", config, torch.device("cpu"), init=out)
     assert again["before"] > 0
+    for damaged in (out.read_bytes()[:1000], b"no"):
+        bad = tmp_path / "bad.safetensors"
+        bad.write_bytes(damaged)
+        with pytest.raises(UserError, match="bad.safetensors"):
+            train_subpixel([source], out, config, torch.device("cpu"), init=bad)
     state, header = weights_module.read_weights(out)
     Subpixel().load_state_dict(state)
     assert header["training"]["steps"] == 3

@@ -7,7 +7,6 @@ a trained model gets wrong, with the affine maps around them a little off as wel
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -23,9 +21,8 @@ from prism_match.files import atomic_path
 from prism_match.subpixel import Pyramid, Subpixel, approach
 from prism_match.training.feed import seed_of
 from prism_match.training.pairs import CELL, PairBatch, PairSource, cell_centres
-from prism_match.weights.store import write_tensors
-
-log = logging.getLogger(__name__)
+from prism_match.weights import load_state
+from prism_match.weights.store import read_weights, write_tensors
 
 CALM = 0.8  # share of pairs in ordinary light: what is learnt here is to be exact
 LARGEST_ZOOM = 6.0  # between two images; beyond it a window shows too little
@@ -75,7 +72,7 @@ def train_subpixel(
     torch.manual_seed(config.seed)
     network = Subpixel().to(device)
     if init is not None:
-        network.load_state_dict(load_file(init))
+        load_state(network, read_weights(init)[0], str(init))
     average = torch.optim.swa_utils.AveragedModel(
         network, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(config.ema)
     )

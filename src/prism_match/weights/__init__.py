@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from prism_match.config import ModelConfig
 from prism_match.errors import UserError
@@ -72,17 +73,16 @@ def build_model(info: WeightsInfo) -> PRISM:
 
 def load_subpixel() -> Subpixel:
     """The shipped network that makes matches exact, on the CPU."""
-    state, _ = read_weights(SUBPIXEL)
     if (digest := sha256([SUBPIXEL])) != SUBPIXEL_SHA256:
         raise UserError(
             f"{SUBPIXEL}: the shipped weights are damaged (sha256 {digest[:12]}...); install again"
         )
     network = Subpixel()
-    network.load_state_dict({k: v.float() for k, v in state.items()})
+    load_state(network, read_weights(SUBPIXEL)[0], str(SUBPIXEL))
     return network.eval()
 
 
-def load_state(model: PRISM, state: dict[str, torch.Tensor], name: str) -> None:
+def load_state(model: nn.Module, state: dict[str, torch.Tensor], name: str) -> None:
     """Into the model, or a line that says which keys do not fit."""
     if problems := misfits(state, model.state_dict()):
         report = "; ".join(f"{len(keys)} {kind} ({shorten(keys)})" for kind, keys in problems.items())
