@@ -98,9 +98,9 @@ def test_features_are_computed_once_per_image(matcher: Matcher, monkeypatch: pyt
     seen: list[int] = []
     extract = matcher.model.extract
 
-    def spy(image: torch.Tensor, mask: torch.Tensor | None = None) -> object:
+    def spy(image: torch.Tensor) -> object:
         seen.append(len(image))
-        return extract(image, mask)
+        return extract(image)
 
     monkeypatch.setattr(matcher.model, "extract", spy)
     pairs = [(images[i], images[j]) for i in range(4) for j in range(4)]

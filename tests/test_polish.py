@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import cv2
 import numpy as np
 import pytest
@@ -11,8 +9,8 @@ import torch
 
 from prism_match import Matcher
 from prism_match.config import PRESETS
-from prism_match.matcher import PreparedPair
-from prism_match.polish import CLOSE, FARTHEST, FEWEST, MOST_ZOOM, ZOOM, local_affine, polish, zooms
+from prism_match.polish import FARTHEST, FEWEST, local_affine, polish
+from prism_match.subpixel import CLOSE, halvings
 
 
 def gray(photo: np.ndarray) -> np.ndarray:
@@ -119,12 +117,10 @@ def test_neighbours_that_agree_tell_the_affine_map() -> None:
     assert (local_affine(*noise) == torch.eye(2)).all(2).all(1).float().mean() > 0.9
 
 
-def test_zooms_lead_to_the_size_of_the_photo() -> None:
-    assert zooms(1.0) == zooms(0.4) == [1.0] and zooms(CLOSE) == [CLOSE]
-    for available in (1.6, 2.0, 3.0, 4.0, 9.0):
-        steps = zooms(available)
-        assert steps[0] == 1 and steps[-1] == pytest.approx(min(available, MOST_ZOOM))
-        assert all(1 < b / a <= ZOOM + 1e-9 for a, b in pairwise(steps))
+def test_polishing_begins_at_about_the_size_that_was_matched() -> None:
+    assert halvings(1.0) == halvings(CLOSE) == 0
+    for zoom in (1.6, 2.0, 3.0, 4.0):
+        assert CLOSE / 2 < zoom / 2 ** halvings(zoom) <= CLOSE
 
 
 @pytest.mark.parametrize("size, turns", [(160, 0), (160, 1), (400, 0)])
@@ -132,17 +128,18 @@ def test_large_photos_are_polished_at_their_own_size(photo: np.ndarray, size: in
     image = gray(photo)
     other, points, truth, _ = moved_and_disturbed(image, about_the_middle(image, 8, 1.1), noise=0.0)
     matcher = Matcher(config=PRESETS["tiny"], device="cpu", size=size)
-    pair = PreparedPair(matcher.prepare(image), matcher.prepare(other.clip(0, 1)).turned(turns))
-    scale = pair.a.gray.shape[1] / image.shape[1]
+    first, second = matcher.prepare(image), matcher.prepare(other.clip(0, 1)).turned(turns)
+    scale = first.gray.shape[1] / image.shape[1]
     near0, near1 = ((p + 0.5) * scale - 0.5 for p in (points, truth))
     for _ in range(turns):
-        near1 = torch.stack([near1[:, 1], pair.b.gray.shape[0] - 1 - near1[:, 0]], 1)
+        near1 = torch.stack([near1[:, 1], second.gray.shape[0] - 1 - near1[:, 0]], 1)
     guess = near1 + (torch.rand(near1.shape, generator=torch.Generator().manual_seed(0)) - 0.5)
-    polished = matcher._polish(pair, near0, guess)
-    small = (torch.from_numpy(p.zoomed(1.0)) for p in (pair.a, pair.b))
+    a, b = matcher.extract_prepared([first, second])
+    polished = matcher._polish((a, b), near0, guess)
+    small = (torch.from_numpy(np.ascontiguousarray(p.gray)) for p in (first, second))
     at_matched_size = polish(*small, near0, guess)
     before, after = (
-        np.linalg.norm(pair.b.to_original(p.numpy()) - truth.numpy(), axis=1)
+        np.linalg.norm(second.to_original(p.numpy()) - truth.numpy(), axis=1)
         for p in (at_matched_size, polished)
     )
     assert np.median(after) < 0.12

@@ -120,7 +120,7 @@ def test_an_untrained_network_is_weighted_least_squares() -> None:
     first = (0.5 + 0.2 * torch.sin(x / 2.0) * torch.cos(y / 3.0))[None]
     second = (0.5 + 0.2 * torch.sin((x - 0.2) / 2.0) * torch.cos((y + 0.1) / 3.0))[None]
     compared = comparison(first, second)
-    found = least_squares(compared, torch.zeros(1, SIDE, SIDE))[0]
+    found = least_squares(compared, torch.zeros(1, SIDE * SIDE))[0]
     assert torch.allclose(found, torch.tensor([0.2, -0.1]), atol=0.03)
     step, _ = Subpixel().eval()(first, second)
     assert torch.allclose(step[0], found, atol=0.01)

@@ -6,6 +6,7 @@ import numbers
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
@@ -17,9 +18,11 @@ from prism_match.config import ModelConfig, Precision, Rotate
 from prism_match.errors import UserError
 from prism_match.images import Image, ImageLike, load_image, load_mask, resize
 from prism_match.matches import Details, Matches
+from prism_match.model.fast import arranged
 from prism_match.model.prism import CELL, STRIDE, Features, PairMatches
-from prism_match.polish import MOST_ZOOM, local_affine, zooms
-from prism_match.subpixel import Pyramid, settle
+from prism_match.polish import local_affine
+from prism_match.stages import stage
+from prism_match.subpixel import LEVELS, Pyramid, halvings, settle
 from prism_match.weights import build_model, load_subpixel, weights_info
 
 MaskLike: TypeAlias = "ImageLike | None"
@@ -31,6 +34,10 @@ DEFAULT_SIZE = 832  # longer side in pixels, the paper's size for its ablations
 # the right way up.
 EVIDENT, WEAK = 0.2, 0.005
 REWEIGHED = 2  # times, by how well they fit, the matches around one that tell how image 1 is stretched there
+# Rounds of polishing: the first time matches may be off by pixels, at each larger size by less than one.
+FIRST_ROUNDS, MORE_ROUNDS = 3, 2
+MOST_ZOOM = 4.0  # times the size that is matched: larger photos are polished at no more
+EXTRACTED_AT_ONCE = 2**20  # pixels: larger images fill a GPU one at a time, and take the less memory
 KEPT = 4 * 2**20  # bytes of an image from memory that a result keeps a copy of, for pictures
 
 
@@ -73,10 +80,10 @@ class PairMatcher:
         self.dtype = find_dtype(precision, self.device)
         self.size, self.threshold, self.max_matches = size, threshold, max_matches
         self.info = weights_info(weights, config)
-        self.model = build_model(self.info).to(self.device)
+        self.model = arranged(build_model(self.info).to(self.device), self.dtype)
         self.subpixel = load_subpixel().to(self.device)
         if self.device.type == "cuda":
-            self.model.backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.subpixel.to(torch.float16, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def match(
         self,
@@ -89,21 +96,27 @@ class PairMatcher:
     ) -> Matches:
         """The correspondences of two images. Masks, of the size of their images, are non-zero where
         to look. With `details` the result tells what was pruned and when."""
-        pair = PreparedPair(
-            *(self.prepare(x, keep=True).masked(mask) for x, mask in ((image0, mask0), (image1, mask1)))
-        )
-        return self._match_batch([pair], self._extract([pair.a]), self._extract([pair.b]), details)[0]
+        images = [
+            self.prepare(x, keep=True).masked(mask) for x, mask in ((image0, mask0), (image1, mask1))
+        ]
+        return self._match_batch([tuple(self.extract_prepared(images))], details)[0]  # type: ignore[list-item]
 
     def extract(self, images: Sequence[ImageLike], *, size: int | None = None) -> list[ImageFeatures]:
         """What the backbone sees in each image, to be matched any number of times.
         size: the longer side to shrink to; None: the matcher's."""
         return self.extract_prepared([self.prepare(image, size) for image in images])
 
+    @torch.inference_mode()
     def extract_prepared(self, prepared: Sequence[Prepared]) -> list[ImageFeatures]:
         results: dict[int, ImageFeatures] = {}
-        for group in group_by(list(enumerate(prepared)), lambda x: x[1].padded_size):
-            for (n, p), features in zip(group, self._extract([p for _, p in group]), strict=True):
-                results[n] = ImageFeatures(p, features)
+        for group in group_by(list(enumerate(prepared)), lambda x: x[1].gray.shape):
+            at_once = max(1, EXTRACTED_AT_ONCE // group[0][1].gray.size)
+            for start in range(0, len(group), at_once):
+                some = group[start : start + at_once]
+                features = self._extract([p for _, p in some])
+                results |= {
+                    n: ImageFeatures(p, f, self.pyramid(p)) for (n, p), f in zip(some, features, strict=True)
+                }
         return [results[n] for n in range(len(prepared))]
 
     def match_extracted(
@@ -112,12 +125,7 @@ class PairMatcher:
         """The matches of each pair of images that `extract` has seen; pairs of equal padded size at once."""
         results: dict[int, Matches] = {}
         for group in group_by(list(enumerate(pairs)), lambda x: tuple(i.prepared.padded_size for i in x[1])):
-            matches = self._match_batch(
-                [PreparedPair(a.prepared, b.prepared) for _, (a, b) in group],
-                [a.features for _, (a, _) in group],
-                [b.features for _, (_, b) in group],
-                details,
-            )
+            matches = self._match_batch([pair for _, pair in group], details)
             results |= {n: m for (n, _), m in zip(group, matches, strict=True)}
         return [results[n] for n in range(len(pairs))]
 
@@ -143,100 +151,91 @@ class PairMatcher:
         gray = gray.copy() if np.may_share_memory(gray, image.pixels) else gray
         return Prepared(gray, image.size, image.name, kept, sharp=sharp).masked(image.opaque)
 
-    @torch.inference_mode()
     def _extract(self, prepared: list[Prepared]) -> list[Features]:
-        """Backbone features of images of equal padded size, one `Features` each."""
-        columns, rows = prepared[0].padded_size
-        images = np.zeros((len(prepared), 1, rows, columns), dtype=np.float32)
-        mask = np.zeros_like(images)
-        for n, p in enumerate(prepared):
-            height, width = p.gray.shape
-            images[n, 0, :height, :width] = p.gray
-            mask[n, 0, :height, :width] = 1
-        with self._autocast():
-            features = self.model.extract(
-                torch.from_numpy(images).to(self.device),
-                None if mask.all() else torch.from_numpy(mask).to(self.device),
-            )
+        """Backbone features of images of equal size, one `Features` each."""
+        images = torch.from_numpy(np.stack([p.gray for p in prepared])[:, None])
+        features = self.model.extract(images.to(self.device))
         if len(prepared) == 1:
             return [features]
         # Views of one batch would hold all of its memory as long as any of them is needed.
         parts = zip(features.coarse.split(1), features.fine.split(1), features.valid.split(1), strict=True)
         return [Features(*(tensor.clone() for tensor in part)) for part in parts]
 
-    def _match_batch(
-        self, pairs: list[PreparedPair], features0: list[Features], features1: list[Features], details: bool
-    ) -> list[Matches]:
-        """Of pairs of equal padded sizes, turned if need be."""
-        best = self._match_as_they_are(pairs, features0, features1, details)
-        tried = [n for n, pair in enumerate(pairs) if self._is_doubtful(best[n], pair)]
-        for turns in (1, 2, 3) if tried else ():
-            turned = [PreparedPair(pairs[n].a, pairs[n].b.turned(turns)) for n in tried]
-            features = self._extract([pair.b for pair in turned])
-            found = self._match_as_they_are(turned, [features0[n] for n in tried], features, details)
-            for n, matches in zip(tried, found, strict=True):
-                best[n] = max(best[n], matches, key=evidence)  # the first of equals: turned the least
-        return [matches.filter(top=self.max_matches) for matches in best]
+    def pyramid(self, prepared: Prepared) -> Pyramid | None:
+        if not self.polish:
+            return None
+        # A turned image is a view with negative strides, which tensors cannot have.
+        image = np.ascontiguousarray(prepared.gray if prepared.sharp is None else prepared.sharp)
+        return Pyramid(torch.from_numpy(image)[None].to(self.device), LEVELS + halvings(prepared.zoom))
 
-    def _is_doubtful(self, matches: Matches, pair: PreparedPair) -> bool:
+    @torch.inference_mode()
+    def _match_batch(self, pairs: list[FeaturesPair], details: bool) -> list[Matches]:
+        """Of pairs of equal padded sizes, turned if need be."""
+        best = self._match_as_they_are(pairs)
+        tried = [n for n, found in enumerate(best) if self._is_doubtful(found)]
+        for turns in (1, 2, 3) if tried else ():
+            turned = self.extract_prepared([pairs[n][1].prepared.turned(turns) for n in tried])
+            again = [(pairs[n][0], image) for n, image in zip(tried, turned, strict=True)]
+            for n, found in zip(tried, self._match_as_they_are(again), strict=True):
+                best[n] = max(best[n], found, key=Found.evidence)  # the first of equals: turned the least
+        return [self._finish(found, details).filter(top=self.max_matches) for found in best]
+
+    def _is_doubtful(self, found: Found) -> bool:
         """Whether image 1 should be turned."""
         if self.rotate != "auto":
             return self.rotate == "always"
-        return evidence(matches) < WEAK * min(pair.a.region.sum(), pair.b.region.sum())
+        return found.evidence() < WEAK * min(image.prepared.cell_count for image in found.pair)
 
-    @torch.inference_mode()
-    def _match_as_they_are(
-        self, pairs: list[PreparedPair], features0: list[Features], features1: list[Features], details: bool
-    ) -> list[Matches]:
-        a, b = stack(features0), stack(features1)
-        keep0 = self._regions([p.a for p in pairs], a)
-        keep1 = self._regions([p.b for p in pairs], b)
-        with self._autocast():
-            found = self.model.match(a, b, keep0, keep1, self.threshold)
-        return [self._to_matches(found, n, pair, details) for n, pair in enumerate(pairs)]
+    def _match_as_they_are(self, pairs: list[FeaturesPair]) -> list[Found]:
+        features = [stack([pair[i].features for pair in pairs]) for i in range(2)]
+        regions = [self._regions([pair[i].prepared for pair in pairs]) for i in range(2)]
+        found = self.model.match(*features, *regions, self.threshold)
+        columns = (found.keypoints0.float(), found.keypoints1.float(), found.confidence.float())
+        if len(pairs) == 1:
+            return [Found(pairs[0], *columns, found, 0)]
+        counts = torch.bincount(found.batch, minlength=len(pairs)).tolist()
+        parts = zip(*(x.split(counts) for x in columns), strict=True)
+        return [Found(pair, *part, found, n) for n, (pair, part) in enumerate(zip(pairs, parts, strict=True))]
 
-    def _regions(self, prepared: list[Prepared], features: Features) -> Tensor | None:
+    def _regions(self, prepared: list[Prepared]) -> Tensor | None:
         if all(p.mask is None for p in prepared):
             return None
-        shape = features.valid.shape[1:]
-        regions = [np.ones(shape, dtype=bool) if p.mask is None else p.region for p in prepared]
-        return torch.from_numpy(np.stack(regions)).to(self.device)
+        return torch.from_numpy(np.stack([p.region for p in prepared])).to(self.device)
 
-    def _to_matches(self, found: PairMatches, n: int, pair: PreparedPair, details: bool) -> Matches:
-        mine = found.batch == n
-        at0, at1 = found.keypoints0[mine].float(), found.keypoints1[mine].float()
-        if self.polish and len(at0):
-            at1 = self._polish(pair, at0, at1)
-        points0, points1, scores = (x.cpu().numpy() for x in (at0, at1, found.confidence[mine].float()))
-        points0, points1 = pair.a.to_original(points0), pair.b.to_original(points1)
-        inside = is_inside(points0, pair.a.size) & is_inside(points1, pair.b.size)
+    def _finish(self, found: Found, details: bool) -> Matches:
+        a, b = (image.prepared for image in found.pair)
+        at1 = found.at1
+        if self.polish and len(at1):
+            with stage("polish"):
+                at1 = self._polish(found.pair, found.at0, at1)
+        points0, points1 = a.to_original(found.at0.cpu().numpy()), b.to_original(at1.cpu().numpy())
+        scores = found.scores
         order = np.argsort(-scores, kind="stable")
-        order = order[inside[order]]
+        order = order[(is_inside(points0, a.size) & is_inside(points1, b.size))[order]]
         return Matches(
             points0[order], points1[order], scores[order],
-            pair.a.size, pair.b.size, pair.a.name, pair.b.name,
-            collect_details(found, n, pair) if details else None,
-            (pair.a.in_memory, pair.b.in_memory),
+            a.size, b.size, a.name, b.name,
+            found.details() if details else None,
+            (a.in_memory, b.in_memory),
         )  # fmt: skip
 
-    def _polish(self, pair: PreparedPair, at0: Tensor, at1: Tensor) -> Tensor:
-        for n, zoom in enumerate(zooms(min(pair.a.zoom, pair.b.zoom))):
-            gray0, gray1 = (p.zoomed(zoom) for p in (pair.a, pair.b))
-            scale0, scale1 = (
-                at0.new_tensor([gray.shape[1] / p.gray.shape[1], gray.shape[0] / p.gray.shape[0]])
-                for gray, p in ((gray0, pair.a), (gray1, pair.b))
-            )
+    @torch.inference_mode()
+    def _polish(self, pair: FeaturesPair, at0: Tensor, at1: Tensor) -> Tensor:
+        """Where the matches lie in image 1, exact; first in windows of about the size of the model's pixels,
+        then in smaller and smaller ones, as far as the images go."""
+        a, b = pair
+        assert a.pyramid is not None and b.pyramid is not None
+        scale0, scale1 = (at0.new_tensor(p.prepared.sharp_scale) for p in (a, b))
+        largest = halvings(min(a.prepared.zoom, b.prepared.zoom))
+        for halving in range(largest, -1, -1):
+            stretch = local_affine(at0, at1, rounds=REWEIGHED) * (scale1[:, None] / scale0)
             near0, near1 = (at0 + 0.5) * scale0 - 0.5, (at1 + 0.5) * scale1 - 0.5
-            first, second = (Pyramid(torch.from_numpy(gray)[None].to(self.device)) for gray in (gray0, gray1))
-            # Twice at first: once they are better, matches tell better how image 1 is stretched.
-            for _ in range(1 if n else 2):
-                stretch = local_affine(near0, near1, rounds=REWEIGHED)
-                near1, _ = settle(self.subpixel, first, second, near0, near1, stretch)
+            rounds = FIRST_ROUNDS if halving == largest else MORE_ROUNDS
+            near1, _ = settle(
+                self.subpixel, a.pyramid, b.pyramid, near0, near1, stretch, rounds, pixel=2.0**halving
+            )
             at1 = (near1 + 0.5) / scale1 - 0.5
         return at1
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
 
 @dataclass(frozen=True)
@@ -272,13 +271,21 @@ class Prepared:
         """How much larger than `gray` there is an image to polish at."""
         return 1.0 if self.sharp is None else max(self.sharp.shape) / max(self.gray.shape)
 
-    def zoomed(self, zoom: float) -> np.ndarray:
-        """h w, float32: the image at that many times the size of `gray`."""
-        # A turned image is a view with negative strides, which tensors cannot have.
-        if zoom == 1 or self.sharp is None:
-            return np.ascontiguousarray(self.gray)
-        height, width = (round(n * zoom / self.zoom) for n in self.sharp.shape)
-        return resize(np.ascontiguousarray(self.sharp), width, height).astype(np.float32) / 255
+    @property
+    def sharp_scale(self) -> tuple[float, float]:
+        """Pixels of `sharp` that are one of `gray`, along x and y."""
+        if self.sharp is None:
+            return 1.0, 1.0
+        (height, width), (h, w) = self.sharp.shape, self.gray.shape
+        return width / w, height / h
+
+    @property
+    def cell_count(self) -> int:
+        """Cells to look at."""
+        if self.mask is not None:
+            return int(self.region.sum())
+        rows, columns = ((n + CELL // 2) // CELL for n in self.gray.shape)  # at least half of a cell
+        return rows * columns
 
     @property
     def region(self) -> np.ndarray:
@@ -311,17 +318,12 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class PreparedPair:
-    a: Prepared
-    b: Prepared
-
-
-@dataclass(frozen=True)
 class ImageFeatures:
     """An image as the model takes it, with what the backbone sees in it."""
 
     prepared: Prepared
     features: Features
+    pyramid: Pyramid | None  # to polish by
 
     def masked(self, mask: MaskLike) -> ImageFeatures:
         return self if mask is None else replace(self, prepared=self.prepared.masked(mask))
@@ -337,14 +339,54 @@ class ImageFeatures:
         return plain, {"name": p.name, "width": str(p.size[0]), "height": str(p.size[1])}
 
     @staticmethod
-    def unpack(tensors: dict[str, Tensor], texts: dict[str, str], device: torch.device) -> ImageFeatures:
+    def unpack(tensors: dict[str, Tensor], texts: dict[str, str], matcher: PairMatcher) -> ImageFeatures:
         """What `pack` gave."""
         size = int(texts["width"]), int(texts["height"])
         sharp, mask = (tensors[k].numpy() if k in tensors else None for k in ("sharp", "mask"))
         prepared = Prepared(tensors["gray"].numpy(), size, texts["name"], None, mask, sharp=sharp)
-        return ImageFeatures(
-            prepared, Features(*(tensors[k].to(device) for k in ("coarse", "fine", "valid")))
-        )
+        features = Features(*(tensors[k].to(matcher.device) for k in ("coarse", "fine", "valid")))
+        return ImageFeatures(prepared, features, matcher.pyramid(prepared))
+
+
+FeaturesPair: TypeAlias = tuple[ImageFeatures, ImageFeatures]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The matches of one pair of a batch, in pixels of its images as the model takes them."""
+
+    pair: FeaturesPair
+    at0: Tensor  # m 2
+    at1: Tensor  # m 2
+    confidence: Tensor  # m
+    batch: PairMatches
+    number: int  # of the pair in the batch
+
+    @cached_property
+    def scores(self) -> np.ndarray:
+        return self.confidence.cpu().numpy()
+
+    def evidence(self) -> float:
+        """How much speaks for it: the sum of the confidences, but for those that may be chance."""
+        return float(self.scores[self.scores >= EVIDENT].sum())
+
+    def details(self) -> Details:
+        """The masks and NMI, cut to the cells that hold pixels. Those of a turned image are turned back;
+        they then begin at another corner of it, which shifts them by less than a cell."""
+
+        def cut(name: str, image: ImageFeatures) -> np.ndarray:
+            rows, columns = image.prepared.cells
+            maps = [getattr(layer, name)[self.number, :rows, :columns] for layer in self.batch.layers]
+            return np.rot90(torch.stack(maps).cpu().numpy(), -image.prepared.turns, axes=(1, 2))
+
+        def nmi(name: str, image: ImageFeatures) -> np.ndarray:
+            return 1 / (1 + np.exp(-cut(name, image)))  # 0 where it was not estimated any more
+
+        a, b = self.pair
+        masks = cut("keep0", a), cut("keep1", b)
+        if any(layer.logit0 is None for layer in self.batch.layers):  # not every MPM has an estimator
+            return Details(*masks, None, None)
+        return Details(*masks, nmi("logit0", a), nmi("logit1", b))
 
 
 def group_by(items: list[Any], key: Any) -> list[list[Any]]:
@@ -359,30 +401,6 @@ def stack(features: list[Features]) -> Features:
         return features[0]
     parts = zip(*((f.coarse, f.fine, f.valid) for f in features), strict=True)
     return Features(*(torch.cat(part) for part in parts))
-
-
-def collect_details(found: PairMatches, n: int, pair: PreparedPair) -> Details:
-    """The masks and NMI of one pair, cut to the cells that hold pixels. Those of a turned image are turned
-    back; they then begin at another corner of it, which shifts them by less than a cell."""
-
-    def cut(name: str, prepared: Prepared) -> np.ndarray:
-        rows, columns = prepared.cells
-        maps = [getattr(layer, name) for layer in found.layers]
-        cells = torch.stack([m[n, :rows, :columns] for m in maps]).cpu().numpy()
-        return np.rot90(cells, -prepared.turns, axes=(1, 2))
-
-    def nmi(name: str, prepared: Prepared) -> np.ndarray:
-        return 1 / (1 + np.exp(-cut(name, prepared)))  # 0 where it was not estimated any more
-
-    keep0, keep1 = cut("keep0", pair.a), cut("keep1", pair.b)
-    if any(layer.logit0 is None for layer in found.layers):  # not every MPM has an estimator
-        return Details(keep0, keep1, None, None)
-    return Details(keep0, keep1, nmi("logit0", pair.a), nmi("logit1", pair.b))
-
-
-def evidence(matches: Matches) -> float:
-    """How much speaks for these matches: the sum of their confidences, but for those that may be chance."""
-    return float(matches.scores[matches.scores >= EVIDENT].sum())
 
 
 def is_inside(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:

@@ -4,14 +4,9 @@ A small window around the point in image 0, stretched and turned as the neighbou
 with image 1 by normalised cross-correlation, and a few steps of Gauss and Newton lead to the maximum nearby.
 No match is lost; one whose windows never look alike stays. The keypoints of a track are brought together this
 way; matches of a pair are left to the network of `subpixel.py`, which needs the same map of a neighbourhood.
-
-Photos are mostly larger than what they are matched at. There, `zooms` leads from that size to their own, so
-that matches are exact in pixels of the photo.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +16,6 @@ RADIUS = 7  # of the window, in pixels
 WINDOW_STD = 4.2  # pixels: of the weights that make the middle of the window count most
 BLUR_STD = 0.5  # pixels: of the images, so that their gradients are good for a step of half a pixel
 ROUNDS = 4
-CLOSE = 1.5  # zooms up to this need no step between
-ZOOM = 2.5  # largest step between zooms: half a pixel before is one pixel and a bit after
-MOST_ZOOM = 4.0
 FARTHEST = 2.0  # pixels that a match may move
 ALIKE = 0.7  # least correlation of windows that are taken to show the same
 FLAT = 0.01  # least deviation of the brightness (of 1) in a window
@@ -33,16 +25,6 @@ NEIGHBOURS = 12  # matches that tell how image 1 is stretched and turned against
 FEWEST = NEIGHBOURS + 1
 MISFIT = 2.0  # pixels by which a neighbour that counts half does not fit
 AT_ONCE = 2048  # matches
-
-
-def zooms(available: float) -> list[float]:
-    """At which multiples of the size that was matched to polish, one after the other, where the images are
-    `available` times as large."""
-    last = min(max(available, 1.0), MOST_ZOOM)
-    if last <= CLOSE:
-        return [last]
-    steps = math.ceil(math.log(last) / math.log(ZOOM))
-    return [last ** (n / steps) for n in range(steps + 1)]
 
 
 @torch.inference_mode()

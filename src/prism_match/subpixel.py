@@ -14,11 +14,15 @@ zoom and turn are gone before the network looks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from prism_match.model.kernels import has_kernels, triton_kernels
 
 RADIUS = 8  # of the window, in its own pixels
 SIDE = 2 * RADIUS + 1
@@ -27,9 +31,10 @@ DAMPING = 3e-2  # on the normal equations: along an edge nothing is known
 LONGEST = 3.0  # window pixels, of one step
 FLAT = 0.008  # deviation of the brightness (of 1) below which a window is taken to be noise
 LEVELS = 4  # of an image's pyramid: changes of scale up to eight are sampled without aliasing
+CLOSE = 1.5  # times the size that was matched: what polishing may begin at
 ROUNDS = 2
 CHANNELS = 10  # that `comparison` makes of two windows
-AT_ONCE = 2048  # matches
+AT_ONCE = 4096  # matches
 
 
 class Subpixel(nn.Module):
@@ -44,6 +49,8 @@ class Subpixel(nn.Module):
         last = nn.Linear(4 * width, 3)
         seen = 2 * width * (-(-SIDE // 4)) ** 2
         self.head = nn.Sequential(nn.Flatten(), nn.Linear(seen, 4 * width), nn.GELU(), last)
+        self.register_buffer("enlarge1", enlarging(-(-SIDE // 2)), persistent=False)
+        self.register_buffer("enlarge2", enlarging(-(-SIDE // 4)), persistent=False)
         for layer in (*self.weight, last):  # it begins as plain least squares
             nn.init.zeros_(layer.weight)  # type: ignore[arg-type]
             nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
@@ -51,16 +58,23 @@ class Subpixel(nn.Module):
     def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """n w w each. The step n 2 (x, y) and the expected error n after it, both in window pixels."""
         compared = comparison(first, second)
-        maps = [self.whole(compared)]
+        # The convolutions have the precision of their weights; what is solved stays in 32 bit.
+        kind = self.weight[0].weight.dtype
+        maps = [self.whole(compared.to(kind, memory_format=torch.channels_last))]
         maps += [self.halved(maps[0])]
         maps += [self.quartered(maps[1])]
-        logits = [
-            F.interpolate(layer(x), (SIDE, SIDE), mode="bilinear", align_corners=False)[:, 0]
-            for layer, x in zip(self.weight, maps, strict=True)
-        ]
-        correction, log_error = self.head(maps[2]).split([2, 1], dim=1)
-        step = least_squares(compared, logits[0] + logits[1] + logits[2]) + correction
+        whole, half, quarter = (layer(x).flatten(1) for layer, x in zip(self.weight, maps, strict=True))
+        logit = (whole + half @ self.enlarge1 + quarter @ self.enlarge2).float()
+        correction, log_error = self.head(maps[2]).float().split([2, 1], dim=1)
+        step = least_squares(compared, logit) + correction
         return LONGEST * torch.tanh(step / LONGEST), log_error[:, 0].clamp(-5.0, 4.0).exp()
+
+
+def enlarging(side: int) -> Tensor:
+    """side*side SIDE*SIDE: maps of `side` pixels times this are maps of a window's size, bilinear. A product,
+    since on GPUs `F.interpolate` takes longer for thousands of small maps than all convolutions together."""
+    each = torch.eye(side * side).view(-1, 1, side, side)
+    return F.interpolate(each, (SIDE, SIDE), mode="bilinear", align_corners=False).flatten(1)
 
 
 def _conv(dim_in: int, dim_out: int, stride: int = 1) -> nn.Sequential:
@@ -85,9 +99,9 @@ def normalised(window: Tensor) -> Tensor:
 
 
 def least_squares(compared: Tensor, logit: Tensor) -> Tensor:
-    """n 2: the shift that the pixels of `comparison` (n 10 w w) ask for, weighed by exp(logit) (n w w)."""
+    """n 2: the shift that the pixels of `comparison` (n 10 w w) ask for, weighed by exp(logit) (n w*w)."""
     distance = window_grid(compared.device).square().sum(1)
-    weight = (logit.clamp(-8, 8).flatten(1) - distance / (2 * WINDOW_STD**2)).exp()
+    weight = (logit.clamp(-8, 8) - distance / (2 * WINDOW_STD**2)).exp()
     weight = weight / weight.sum(dim=1, keepdim=True)
     xd, yd, xx, yy, xy = (compared.flatten(2)[:, 5:] * weight[:, None]).sum(dim=2).unbind(1)
     xx, yy = xx + DAMPING, yy + DAMPING
@@ -100,36 +114,57 @@ def window_grid(device: torch.device) -> Tensor:
     return torch.stack(torch.meshgrid(at, at, indexing="xy"), dim=-1).view(-1, 2)
 
 
+def halvings(zoom: float) -> int:
+    """How often an image `zoom` times as large as what was matched has to be halved to be of about its size."""
+    return max(0, math.ceil(math.log2(zoom / CLOSE)))
+
+
+@dataclass(init=False)
 class Pyramid:
     """Images of one size and their halves in one table, so that each window has a level of its own."""
 
-    def __init__(self, gray: Tensor):
-        """gray: b h w in [0, 1]."""
+    levels: int
+    unit: float  # of brightness, of which the whole range is 1
+    table: Tensor  # levels 3, int32: where each begins, its width and height
+    flat: Tensor  # images n
+
+    def __init__(self, gray: Tensor, levels: int = LEVELS):
+        """gray: b h w, in [0, 1] or uint8, which takes a quarter of the memory."""
         maps = [gray]
-        for _ in range(LEVELS - 1):
+        for _ in range(levels - 1):
             high, wide = maps[-1].shape[1:]
-            even = F.pad(maps[-1][:, None], (0, wide % 2, 0, high % 2), mode="replicate")
-            maps.append(F.avg_pool2d(even, 2)[:, 0])
+            even = F.pad(maps[-1][:, None].float(), (0, wide % 2, 0, high % 2), mode="replicate")
+            half = F.avg_pool2d(even, 2)[:, 0]
+            maps.append(half if gray.is_floating_point() else half.round().to(gray.dtype))
         sizes = [m[0].numel() for m in maps]
-        self.sizes = torch.tensor([m.shape[:0:-1] for m in maps], device=gray.device)  # level 2: x, y
-        self.starts = torch.tensor([sum(sizes[:n]) for n in range(LEVELS)], device=gray.device)
+        starts = [sum(sizes[:n]) for n in range(levels)]
+        table = [[start, *m.shape[:0:-1]] for start, m in zip(starts, maps, strict=True)]
+        self.table = torch.tensor(table, dtype=torch.int32).to(gray.device, non_blocking=True)
+        self.levels, self.unit = levels, 1.0 if gray.is_floating_point() else 1 / 255
         self.flat = torch.cat([m.flatten(1) for m in maps], dim=1)
+
+    def windows(self, points: Tensor, to_image: Tensor, level: Tensor, image: Tensor | int = 0) -> Tensor:
+        """n w w: around each point (n 2), its pixels laid out by `to_image` (n 2 2); level, image: n."""
+        if has_kernels(self.flat) and not isinstance(image, Tensor):
+            return triton_kernels.windows(self.flat[image], self.table, self.unit, points, to_image, level, RADIUS)
+        around = torch.einsum("nij,kj->nki", to_image, window_grid(points.device))
+        return self.sample(points[:, None] + around, level, image).view(-1, SIDE, SIDE)
 
     def sample(self, points: Tensor, level: Tensor, image: Tensor | int = 0) -> Tensor:
         """points: n k 2, pixels of the whole image; level and image: n. Bilinear, and the border goes on
         outside: n k."""
         scale = torch.exp2(-level.to(points.dtype))[:, None, None]
-        size = self.sizes[level][:, None]  # n 1 2
-        at = torch.minimum(((points + 0.5) * scale - 0.5).clamp(min=0), size - 1.0)
+        start, size = self.table[level].long().split([1, 2], dim=1)  # n 1, n 2
+        at = torch.minimum(((points + 0.5) * scale - 0.5).clamp(min=0), size[:, None] - 1.0)
         x, y = at.unbind(-1)
-        wide, high = size.unbind(-1)  # n 1 each
+        wide, high = size[:, None].unbind(-1)  # n 1 each
         x0, y0 = x.long(), y.long()
         right, down = (x0 + 1 < wide).long(), (y0 + 1 < high).long() * wide
-        corner = (image * self.flat.shape[1] + self.starts[level])[:, None] + y0 * wide + x0
+        offset = image * self.flat.shape[1]
+        corner = (offset[:, None] if isinstance(offset, Tensor) else offset) + start + y0 * wide + x0
         flat = self.flat.view(-1)
-        top = torch.lerp(flat[corner], flat[corner + right], x - x0)
-        bottom = torch.lerp(flat[corner + down], flat[corner + down + right], x - x0)
-        return torch.lerp(top, bottom, y - y0)
+        a, b, c, d = (flat[corner + k].to(x.dtype) for k in (0, right, down, down + right))
+        return self.unit * torch.lerp(torch.lerp(a, b, x - x0), torch.lerp(c, d, x - x0), y - y0)
 
 
 def approach(
@@ -141,19 +176,23 @@ def approach(
     stretch: Tensor,
     rounds: int,
     image: Tensor | int = 0,
+    pixel: float = 1.0,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """After each round: points1 (n 2), moved, and the expected error of each (n) in pixels of image 1.
     stretch: n 2 2, how offsets around points0 become offsets around points1; image: n, which of the
-    pyramids' images a match belongs to."""
-    scale = torch.linalg.det(stretch).abs().clamp(1e-3, 1e3).sqrt()
-    spacing = (1 / scale).clamp(min=1.0)  # a window's pixels are those of the coarser image
-    level0, level1 = (x.log2().round().clamp(0, LEVELS - 1).long() for x in (spacing, spacing * scale))
-    grid = window_grid(points0.device)
+    pyramids' images a match belongs to; pixel: how many pixels of the coarser image are one of a window."""
+    (a, b), (c, d) = stretch.permute(1, 2, 0)
+    scale = (a * d - b * c).abs().clamp(1e-3, 1e3).sqrt()
+    spacing = pixel * (1 / scale).clamp(min=1.0)
+    level0, level1 = (
+        x.log2().round().clamp(0, pyramid.levels - 1).int()
+        for x, pyramid in ((spacing, first), (spacing * scale, second))
+    )
+    to_image0 = spacing[:, None, None] * torch.eye(2, device=stretch.device)
     to_image1 = spacing[:, None, None] * stretch
-    around0, around1 = spacing[:, None, None] * grid, torch.einsum("nij,kj->nki", to_image1, grid)
-    window0 = first.sample(points0[:, None] + around0, level0, image).view(-1, SIDE, SIDE)
+    window0 = first.windows(points0, to_image0, level0, image)
     for _ in range(rounds):
-        window1 = second.sample(points1[:, None] + around1, level1, image).view(-1, SIDE, SIDE)
+        window1 = second.windows(points1, to_image1, level1, image)
         step, error = network(window0, window1)
         points1 = points1 + torch.einsum("nij,nj->ni", to_image1, step)
         yield points1, error * spacing * scale
@@ -169,11 +208,12 @@ def settle(
     points1: Tensor,
     stretch: Tensor,
     rounds: int = ROUNDS,
+    pixel: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """What the last round of `approach` gives, for any number of matches."""
     found = [(points1[:0], points1[:0, 0])]
     for at0, at1, s in zip(*(t.split(AT_ONCE) for t in (points0, points1, stretch)), strict=True):
-        *_, last = approach(network, first, second, at0, at1, s, rounds)
+        *_, last = approach(network, first, second, at0, at1, s, rounds, pixel=pixel)
         found.append(last)
     moved, error = (torch.cat(x) for x in zip(*found, strict=True))
     return moved, error

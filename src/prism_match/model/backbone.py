@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prism_match.model.kernels import add_upsampled
+
 LANES = 16
 
 
@@ -50,8 +52,8 @@ class ResNetFPN(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, image: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """image: b 1 h w, h and w divisible by 8; valid: b 1 h w in {0, 1}, 0 = padding.
-        Returns coarse (b c h/8 w/8) and fine (b c h/2 w/2)."""
+        """image: b 1 h w; valid: b 1 h w in {0, 1}, 0 = padding. With it, h and w are divisible by 8.
+        Returns coarse (b c h/8 w/8) and fine (b c h/2 w/2), rounded up."""
         # A pixel of a coarser map exists if the pixel at its top-left corner does.
         v1, v2, v4, v8 = (None if valid is None else valid[..., ::s, ::s] for s in (1, 2, 4, 8))
         x2 = masked(F.relu(self.stem(masked(image, v1))), v2)
@@ -64,8 +66,8 @@ class ResNetFPN(nn.Module):
         for block in self.stage8:
             x8 = block(x8, v8)
         coarse = masked(self.coarse(x8), v8)
-        y4 = self.smooth4(masked(self.lateral4(x4) + upsample(coarse, v8), v4), v4)
-        y2 = self.smooth2(masked(self.lateral2(x2) + upsample(y4, v4), v2), v2)
+        y4 = self.smooth4(masked(with_upsampled(self.lateral4(x4), coarse, v8), v4), v4)
+        y2 = self.smooth2(masked(with_upsampled(self.lateral2(x2), y4, v4), v2), v2)
         return coarse, y2
 
 
@@ -87,6 +89,13 @@ def _pad(module: ResNetFPN, state: dict[str, Any], prefix: str, *_: Any) -> None
 
 def masked(x: Tensor, valid: Tensor | None) -> Tensor:
     return x if valid is None else x * valid.to(x.dtype)
+
+
+def with_upsampled(x: Tensor, low: Tensor, valid: Tensor | None) -> Tensor:
+    """x (b c h w) and a map of half its size, which `valid` belongs to."""
+    if valid is None and not low.requires_grad:
+        return add_upsampled(x, low)
+    return x + upsample(low, valid)
 
 
 def upsample(x: Tensor, valid: Tensor | None) -> Tensor:

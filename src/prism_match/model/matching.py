@@ -101,8 +101,8 @@ def mutual_matches(
 
     confidence, partner = torch.cat(row_best).exp(), torch.cat(row_arg)
     i = torch.arange(n, device=tokens0.device)
-    found = (column_arg[partner] == i) & (confidence > theta_c)
-    return i[found], partner[found], confidence[found]
+    found = ((column_arg[partner] == i) & (confidence > theta_c)).nonzero().squeeze(1)
+    return found, partner[found], confidence[found]
 
 
 def away_from_border(valid: Tensor, border: int) -> Tensor:

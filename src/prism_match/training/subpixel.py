@@ -80,7 +80,8 @@ def train_subpixel(
     started, step = time.monotonic(), 0
     metrics: dict[str, float] = {}
     bar = tqdm(unit="step", mininterval=10)
-    while (progress := (time.monotonic() - started) / (60 * config.minutes)) < 1:
+    # At least once, however slow the machine is.
+    while (progress := (time.monotonic() - started) / (60 * config.minutes)) < 1 or step == 0:
         examples = draw_examples(sources, config, step, device)
         order = torch.randperm(len(examples.image), device=device)
         for rows in order.chunk(config.parts):

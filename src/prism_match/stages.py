@@ -1,0 +1,2 @@
+from contextlib import nullcontext
+def stage(name): return nullcontext()
