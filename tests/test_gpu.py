@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from prism_match import Matcher
+from prism_match import Matcher, subpixel
 from prism_match.config import PRESETS
 from prism_match.maps.track_polish import polish_tracks
 from prism_match.maps.tracks import IndexedMatches, Keypoints, SharedKeypoints
+from prism_match.model import kernels
+from prism_match.model.fast import FastPRISM
+from prism_match.subpixel import Pyramid
 from prism_match.training.capture import Captured
 from prism_match.training.config import PRESETS as TRAINING
 from prism_match.training.config import Phase
@@ -20,6 +23,7 @@ from prism_match.training.data.photos import PhotoPairs, PhotoStore
 from prism_match.training.data.worlds.source import Worlds
 from prism_match.training.feed import Weighted
 from prism_match.training.trainer import Trainer
+from prism_match.weights import load_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,6 +45,53 @@ def test_gpu_gives_what_the_cpu_gives(photo: np.ndarray) -> None:
     shared = partners[0].keys() & partners[1].keys()
     assert len(shared) > 0.95 * len(here)
     assert np.median([np.abs(partners[0][p] - partners[1][p]).max() for p in shared]) < 0.05
+
+
+def test_fused_kernels_equal_their_plain_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator).cuda()
+
+    x, centres, b = random(37, 2, 4, 16)[:, 0], 2 * random(50, 2), 20 * random(4, 8, 2)
+    rows = torch.arange(37).cuda() + 5
+    gray, points, stretch = random(1, 40, 53), 60 * random(9, 2) - 5, random(9, 2, 2)
+    level = torch.arange(9).cuda().int() % 4
+
+    def all_of_them() -> list[torch.Tensor]:
+        return [
+            kernels.rotate(x, centres, rows, b),
+            *(kernels.add_upsampled(random_map, low) for random_map, low in maps),
+            *(Pyramid(g).windows(points, stretch, level) for g in (gray, (255 * gray).byte())),
+        ]
+
+    maps = [(random(2, 20, h, w), random(2, 20, (h + 1) // 2, (w + 1) // 2)) for h, w in ((6, 8), (5, 7))]
+    assert kernels.has_kernels(x)
+    fused = all_of_them()
+    monkeypatch.setattr(kernels, "has_kernels", lambda x: False)
+    monkeypatch.setattr(subpixel, "has_kernels", lambda x: False)
+    for one, other in zip(fused, all_of_them(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_fast_model_gives_what_the_plain_one_gives(dtype: torch.dtype, photo: np.ndarray) -> None:
+    """Both in pixels of the model: the same cells but for ties, and nearly the same places."""
+    plain = load_model().cuda()
+    image = torch.from_numpy(photo).cuda().float()[None, None] / 255
+    pair = image[..., :450, :470], image[..., 40:, 30:]
+    with torch.inference_mode():
+        expected, found = (
+            model.match(*(model.extract(x) for x in pair)) for model in (plain, FastPRISM(plain, dtype))
+        )
+    places = [
+        {tuple(p): q for p, q in zip(m.keypoints0.tolist(), m.keypoints1, strict=True)}
+        for m in (expected, found)
+    ]
+    shared = places[0].keys() & places[1].keys()
+    assert len(shared) > 0.98 * max(map(len, places)) > 500
+    moved = torch.stack([(places[0][p] - places[1][p]).norm() for p in shared])
+    assert moved.quantile(0.95) < (0.005 if dtype == torch.float32 else 0.05)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

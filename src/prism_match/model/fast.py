@@ -369,7 +369,7 @@ class FastRefinement:
 
     def __call__(self, fine0: Tensor, fine1: Tensor, table: Tensor, layout: Layout, cells: Tensor) -> Tensor:
         """cells: 2 m, rows of the table. The logarithms of the heat maps: m window window."""
-        count, middle = cells.shape[1], self.window**2 // 2
+        middle = self.window**2 // 2
         places = [cells[0], cells[1] - layout.second]
         both = torch.cat([self.cut(*x) for x in zip((fine0, fine1), places, layout.shapes, strict=True)])
         both = self.of_window(both) + self.of_cell(table[cells.flatten()])[:, None]  # 2m w*w c
@@ -377,7 +377,7 @@ class FastRefinement:
         query, value = self.split(to_heads(both))
         both = both + ffn(torch.cat([both, self.attend(query, value)], dim=-1))
         query, value = self.split(to_heads1(both))
-        (first, second), (query0, query1), (value0, value1) = (x.split(count) for x in (both, query, value))
+        (first, second), (query0, query1), (value0, value1) = (x.tensor_split(2) for x in (both, query, value))
         second = second + ffn1(torch.cat([second, self.attend(query1, value0)], dim=-1))
         # The heat map asks for nothing of the first window but its middle.
         first, query0 = first[:, middle : middle + 1], query0[:, :, middle : middle + 1]

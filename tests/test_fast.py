@@ -1,0 +1,223 @@
+"""The model arranged for matching, against the model as the paper has it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from prism_match.config import PRESETS, ModelConfig
+from prism_match.model.fast import LAYOUTS, AutocastPRISM, FastPRISM, arranged, is_supported
+from prism_match.model.prism import PRISM, Features
+
+TINY = PRESETS["tiny"].replace(theta_c=0.0)
+
+
+def random_model(config: ModelConfig) -> PRISM:
+    """With statistics that have something to say, and estimators that prune some of the cells."""
+    torch.manual_seed(0)
+    model = PRISM(config).eval().requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+    pair = images((40, 56), (56, 40))
+    for n, mpm in enumerate(model.mpms):
+        if (phi := getattr(mpm.pruning, "phi", None)) is not None:
+            with torch.inference_mode():
+                logit = model.match(*(model.extract(x) for x in pair)).layers[n].logit0
+            middle = logit[logit.isfinite()].quantile(0.3)
+            phi[2].bias.add_(math.log(config.theta_p / (1 - config.theta_p)) - middle)
+    return model
+
+
+def images(*sizes: tuple[int, int], count: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.rand(count, 1, *size, generator=generator) for size in sizes]
+
+
+def assert_close(a: Tensor, b: Tensor, tolerance: float = 2e-4) -> None:
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+VARIANTS = {
+    "the paper's": {},
+    "one level": {"levels": (1,)},
+    "two levels": {"levels": (2, 1)},
+    "no pruning": {"pruning": "none"},
+    "pruning at the end": {"pruning": "last"},
+    "absolute positions": {"position": "absolute"},
+    "plain softmax": {"weighted_softmax": False},
+    "larger windows": {"window": 7, "border": 2},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_gives_what_the_plain_model_gives(variant: str) -> None:
+    config = TINY.replace(**VARIANTS[variant])
+    plain = random_model(config)
+    fast = FastPRISM(plain, torch.float32)
+    pruned = 0.0
+    for sizes, count in (((40, 56), (56, 40)), 1), (((33, 50), (47, 41)), 2):
+        pair = images(*sizes, count=count)
+        with torch.inference_mode():
+            a, b = (plain.extract(x) for x in pair)
+            x, y = (fast.extract(i) for i in pair)
+            for one, other in ((a, x), (b, y)):
+                assert torch.equal(one.valid, other.valid)
+                assert_close(one.coarse, other.coarse)
+                assert_close(one.fine, other.fine)
+            region = torch.rand(a.valid.shape, generator=torch.Generator().manual_seed(2)) < 0.8
+            for regions in ((None, None), (region, None)):
+                expected, found = plain.match(a, b, *regions), fast.match(x, y, *regions)
+                assert torch.equal(expected.batch, found.batch) and len(found.batch) > 0
+                assert torch.equal(expected.keypoints0, found.keypoints0)
+                for name in ("keypoints1", "confidence", "std"):
+                    assert_close(getattr(expected, name), getattr(found, name), 2e-3)
+                for one, other in zip(expected.layers, found.layers, strict=True):
+                    assert torch.equal(one.keep0, other.keep0) and torch.equal(one.keep1, other.keep1)
+                    assert (one.logit0 is None) == (other.logit0 is None)
+                    if one.logit1 is not None:
+                        assert_close(one.logit1, other.logit1, 2e-3)
+                assert_close(expected.layers[-1].coarse0, found.layers[-1].coarse0, 2e-3)
+                pruned += (~found.layers[-1].keep0 & a.valid).float().mean().item()
+    assert pruned > 0.1
+
+
+def test_features_are_not_changed_by_matching() -> None:
+    fast = FastPRISM(random_model(TINY), torch.float32)
+    with torch.inference_mode():
+        a, b = (fast.extract(x) for x in images((64, 64), (64, 96)))
+        before = [t.clone() for f in (a, b) for t in (f.coarse, f.fine)]
+        first, again = fast.match(a, b), fast.match(a, b)
+        after = [t for f in (a, b) for t in (f.coarse, f.fine)]
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    assert torch.equal(first.keypoints1, again.keypoints1)
+
+
+def test_nothing_left_to_match_is_no_error() -> None:
+    fast = FastPRISM(random_model(TINY), torch.float32)
+    with torch.inference_mode():
+        a, b = (fast.extract(x) for x in images((64, 64), (64, 96), count=2))
+        nothing = torch.zeros_like(a.valid)
+        for region in (nothing, torch.stack([~nothing[0], nothing[1]])):
+            found = fast.match(a, b, region, None)
+            assert not (found.batch == 1).any() and found.keypoints1.shape == (len(found.batch), 2)
+            assert found.keypoints1.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_close(dtype: torch.dtype) -> None:
+    plain = random_model(TINY.replace(pruning="none"))
+    pair = images((64, 96), (64, 96))
+    with torch.inference_mode():
+        expected, found = (
+            model.match(*(model.extract(x) for x in pair))
+            for model in (plain, FastPRISM(plain, dtype))
+        )
+    assert found.keypoints1.dtype == torch.float32 and found.keypoints1.isfinite().all()
+    places = [
+        {tuple(p): q for p, q in zip(m.keypoints0.tolist(), m.keypoints1, strict=True)}
+        for m in (expected, found)
+    ]
+    shared = places[0].keys() & places[1].keys()
+    assert len(shared) > 0.6 * len(places[0])
+    moved = torch.stack([(places[0][p] - places[1][p]).norm() for p in shared])
+    assert moved.median() < 0.5
+
+
+def test_ablations_with_another_part_take_the_plain_way() -> None:
+    assert is_supported(ModelConfig())
+    assert not is_supported(ModelConfig(border=0))  # windows could leave the map
+    for name in ("linear-attention", "cosine"):
+        config = PRESETS[name].replace(
+            **{k: getattr(TINY, k) for k in ("stage_dims", "coarse_dim", "fine_dim", "heads", "fine_heads")}
+        )
+        model = random_model(config)
+        other = arranged(model, torch.float32)
+        assert isinstance(other, AutocastPRISM)
+        pair = images((64, 64), (64, 64))
+        with torch.inference_mode():
+            found = other.match(*(other.extract(x) for x in pair))
+            expected = model.match(*(model.extract(x) for x in pair))
+        assert torch.equal(found.keypoints1, expected.keypoints1)
+
+
+def test_tables_of_sizes_are_kept_within_a_limit() -> None:
+    fast = FastPRISM(random_model(TINY), torch.float32)
+    for n in range(LAYOUTS + 5):
+        features = [
+            Features(torch.zeros(1), torch.zeros(1), torch.ones(1, 4, 4 + 4 * k, dtype=torch.bool))
+            for k in (n, 0)
+        ]
+        fast.layout(*features)
+    assert len(fast.layouts) == LAYOUTS
+    assert fast.layout(*features) is fast.layout(*features)
+
+
+# ---- what it costs: counted, so that nobody brings it back
+
+
+class Waits(TorchFunctionMode):
+    """Counts what makes the host wait for a GPU."""
+
+    KINDS = ("tolist", "item", "nonzero", "cpu", "numpy", "__bool__", "__int__", "__float__", "bincount")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self.KINDS:
+            self.count[name] += 1
+        if name == "__getitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+            self.count["a mask as an index"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations that are work for a device."""
+
+    FREE = {
+        "view", "_unsafe_view", "expand", "permute", "transpose", "t", "slice", "select", "split", "unbind",
+        "split_with_sizes", "unsqueeze", "squeeze", "as_strided", "detach", "detach_", "alias", "chunk",
+        "unflatten", "flatten", "lift_fresh", "empty", "new_empty", "empty_like", "resolve_conj", "resolve_neg",
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in self.FREE:
+            self.count[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_once_in_each_mpm_and_launches_few_kernels() -> None:
+    config = ModelConfig().replace(
+        **{k: getattr(TINY, k) for k in ("stage_dims", "coarse_dim", "fine_dim", "heads", "fine_heads")}
+    )
+    fast = FastPRISM(random_model(config), torch.float32)
+    pair = images((64, 96), (96, 64))
+    with torch.inference_mode():
+        a, b = (fast.extract(x) for x in pair)
+        fast.match(a, b)  # the tables of these sizes are made
+        with Waits() as waits, Kernels() as kernel:
+            fast.match(a, b)
+        with Waits() as seen, Kernels() as backbone:
+            fast.extract(pair[0])
+    # One in each MPM and before matching; then for the matches themselves, and those away from the border.
+    assert waits.count.total() <= config.layers + 3, waits.count
+    assert seen.count.total() == 0
+    # As counted on a CPU, where some that are one kernel on a GPU are several.
+    assert kernel.count.total() < 850, kernel.count
+    assert backbone.count.total() <= 50, backbone.count
