@@ -121,7 +121,7 @@ def test_no_two_files_are_the_same(photo: np.ndarray, tmp_path: Path) -> None:
 def test_own_photos_are_enlarged_and_it_says_so(tmp_path: Path) -> None:
     photos = speed.ASSETS / "astronaut0.jpg", speed.ASSETS / "astronaut1.jpg"
     options = replace(TINY, photos=photos, sizes=(600,), peers=False)
-    notes = speed.explain(options, torch.device("cpu"), speed.load_pair(photos), [])
+    notes = speed.explain(options, speed.load_pair(photos), [], on_cpu=True)
     assert any(note.startswith("The photos are enlarged for 600 px") for note in notes)
 
 
@@ -164,6 +164,36 @@ def test_peers_that_are_here(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert not skipped
     with torch.inference_mode():
         assert len(found[0].run(torch.rand(1, 1, 96, 128), torch.rand(1, 1, 96, 128))) >= 0
+
+
+def test_lightglue_without_weights_has_points_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class LightGlue(torch.nn.Module):
+        def __init__(self, features: str | None, **conf: object):
+            super().__init__()
+            assert features is None and conf == {"mp": True, "depth_confidence": -1, "width_confidence": -1}
+
+        def forward(self, data: dict[str, dict[str, torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
+            assert data["image1"]["descriptors"].shape == (1, peers.KEYPOINTS, 256)
+            assert data["image1"]["image_size"].tolist() == [[128, 96]]
+            assert data["image1"]["keypoints"][..., 0].max() > 96
+            return {"matches": [torch.zeros(7, 2)]}
+
+    monkeypatch.setitem(sys.modules, "lightglue", SimpleNamespace(LightGlue=LightGlue, SuperPoint=None))
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    run, note = peers.open_lightglue(torch.device("cpu"), torch.bfloat16)
+    assert len(run(torch.rand(1, 1, 64, 64), torch.rand(1, 1, 96, 128))) == 7
+    assert note.startswith(peers.UNTRAINED) and "no detector" in note
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("few_peers")
+def test_on_a_gpu() -> None:
+    report = measure(replace(TINY, device="cuda", precisions=("fp32", "bf16"), sizes=(96,)))
+    rows = [r for r in report.summary["rows"] if r["milliseconds"]]
+    assert len(rows) == 2 * 4 and all(r["memory_mib"] > 0 for r in rows)
+    assert report.summary["machine"]["memory_gib"] > 0 and "ratios" not in str(report)
 
 
 # ---- the command

@@ -99,7 +99,7 @@ class StageTimes:
 
 def measure(options: SpeedOptions) -> Report:
     device = find_device(options.device)
-    options = options.settled(device)
+    options, machine = options.settled(device), describe_machine(device)
     photos = load_pair(options.photos)
     rows: list[Row] = []
     stages: list[StageTimes] = []
@@ -127,7 +127,7 @@ def measure(options: SpeedOptions) -> Report:
                         if rows[-1].milliseconds:
                             stages.append(split(matcher, images, pairs[0], min(options.repeats, 5)))
                 bar.update()
-    return make_report(options, device, photos, rows, stages, skipped)
+    return make_report(options, machine, photos, rows, stages, skipped)
 
 
 # ---- what is matched
@@ -235,27 +235,26 @@ def race(
 ) -> list[Row]:
     """A row each. One that fails, as by a lack of memory, has no times, and its note says why."""
     device = matcher.device
-    rows: dict[int, Row] = {}
-    times: dict[int, list[float]] = {}
-    for n, c in enumerate(contenders):
-        height, width = images[0].shape
-        rows[n] = Row(c.method, c.package, c.what, width, height, precision_name(matcher), note=c.note)
-        try:
-            if device.type == "cpu" and c.bytes > free_memory():
-                raise MemoryError(f"needs {c.bytes / 2**30:.0f} GiB")
-            for _ in range(3 if device.type == "cuda" else 1):  # to warm up
-                rows[n] = replace(rows[n], matches=len(c.run()))
-            rows[n] = replace(rows[n], memory_mib=peak_mib(c.run, device))
-            times[n] = []
-        except (RuntimeError, MemoryError, TypeError, ValueError) as error:
-            if c.method == OURS and not is_out_of_memory(error):
-                raise
-            rows[n] = replace(rows[n], note=f"not run: {first_line(error)}")
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    for _ in range(repeats):
-        for n, taken in times.items():
-            taken.append(timed(contenders[n].run, device))
+    height, width = images[0].shape
+    rows = [
+        Row(c.method, c.package, c.what, width, height, precision_name(matcher), note=c.note)
+        for c in contenders
+    ]
+    times: dict[int, list[float]] = {n: [] for n in range(len(contenders))}
+    for turn in range(1 + repeats):
+        for n in list(times):
+            try:
+                if turn == 0:
+                    rows[n] = warm_up(contenders[n], rows[n], device)
+                else:
+                    times[n].append(timed(contenders[n].run, device))
+            except (RuntimeError, MemoryError, TypeError, ValueError) as error:
+                if contenders[n].method == OURS and not is_out_of_memory(error):
+                    raise
+                del times[n]
+                rows[n] = replace(rows[n], note=f"not run: {first_line(error)}")
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
     for n, taken in times.items():
         median, late = np.percentile(taken, [50, 95])
         rows[n] = replace(
@@ -263,7 +262,17 @@ def race(
             pairs_per_second=1000 / float(median),
         )  # fmt: skip
     kept = kept_cells(matcher, images)
-    return [replace(row, kept_cells=kept) if row.method == OURS else row for row in rows.values()]
+    return [replace(row, kept_cells=kept) if row.method == OURS else row for row in rows]
+
+
+def warm_up(contender: Contender, row: Row, device: torch.device) -> Row:
+    """With what need not be timed."""
+    if device.type == "cpu" and contender.bytes > free_memory():
+        raise MemoryError(f"needs {contender.bytes / 2**30:.1f} GiB")
+    matches = 0
+    for _ in range(3 if device.type == "cuda" else 1):
+        matches = len(contender.run())
+    return replace(row, memory_mib=peak_mib(contender.run, device), matches=matches)
 
 
 def timed(run: Run, device: torch.device) -> float:
@@ -377,7 +386,8 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         machine |= {
             "device": properties.name, "cpu": cpu_name(), "cuda": torch.version.cuda,
             "memory_gib": round(properties.total_memory / 2**30, 1),
-            "tf32": torch.backends.cuda.matmul.allow_tf32, "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "float32_matmul": torch.get_float32_matmul_precision(),
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
         }  # fmt: skip
     return machine
 
@@ -392,18 +402,18 @@ def cpu_name() -> str:
 
 def make_report(
     options: SpeedOptions,
-    device: torch.device,
+    machine: dict[str, Any],
     photos: Sequence[np.ndarray],
     rows: list[Row],
     stages: list[StageTimes],
     skipped: dict[str, str],
 ) -> Report:
-    machine = describe_machine(device)
+    on_cpu = "cuda" not in machine
     reasons = dict.fromkeys(skipped.values())
     notes = [f"{', '.join(k for k, v in skipped.items() if v == why)} skipped: {why}" for why in reasons]
     failed = {f"{r.name}, {r.width}x{r.height}, {r.precision}": r.note for r in rows if not r.milliseconds}
     notes += [f"{name}: {why}" for name, why in failed.items()]
-    notes += explain(options, device, photos, rows)
+    notes += explain(options, photos, rows, on_cpu)
     summary = {
         "benchmark": "speed",
         "machine": machine,
@@ -419,18 +429,15 @@ def make_report(
     }  # fmt: skip
     tables = [range_table(rows)] if options.whole_range else size_tables(rows)
     tables += [stage_table(stages)] if stages else []
-    threads = f", {machine['threads']} threads" if device.type == "cpu" else ""
+    threads = f", threads: {machine['threads']}" if on_cpu else ""
     caveat = f"{machine['device']}, torch {machine['torch']}{threads}"
-    if device.type == "cpu":
+    if on_cpu:
         caveat += ". Milliseconds of a CPU that other programs use too mean little: compare the ratios"
     return Report(summary, tables, notes=notes, caveat=caveat)
 
 
 def explain(
-    options: SpeedOptions,
-    device: torch.device,
-    photos: Sequence[np.ndarray],
-    rows: Sequence[Row],
+    options: SpeedOptions, photos: Sequence[np.ndarray], rows: Sequence[Row], on_cpu: bool
 ) -> list[str]:
     """What is compared, and how."""
     notes = []
@@ -442,13 +449,13 @@ def explain(
             f"{whose} enlarged for {', '.join(map(str, grown))} px, and less sharp there than a photo"
         )
     notes.append(
-        f"model: from tensors on the device to matches; {options.repeats} runs of each in turn, after warming"
-        " up, waiting for the device; median and 95th percentile"
+        "model: from tensors on the device to matches, waiting for the device; all in turn after warming up, "
+        f"runs of each: {options.repeats}; median and 95th percentile"
     )
     if not options.whole_range:
         notes.append(
             "match: Matcher.match from arrays of that size, polished, never turned; files: match_many from "
-            f"JPEG files, decoded, all photos different, {options.batch} pairs at a time"
+            f"JPEG files, decoded, all photos different, pairs at a time: {options.batch}"
         )
     theirs = {r.method: r.note for r in rows if r.method != OURS and r.milliseconds}
     if theirs:
@@ -463,7 +470,7 @@ def explain(
         )
     if any(r.note == UNTRAINED for r in rows if r.method == OURS):
         notes.append("PRISM's own weights are random too: the number of matches means nothing")
-    if device.type == "cpu":
+    if on_cpu:
         notes.append("memory is not measured on a CPU")
     return notes
 
