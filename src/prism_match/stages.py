@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 # Of one pair of photos, in their order. The first is work of the CPU.
-STAGES = ("prepare", "backbone", "mpms", "matching", "refinement", "polish")
+STAGES = ("prepare", "backbone", "MPMs", "matching", "refinement", "polish")
 NOTHING = nullcontext()
 running: Stopwatch | None = None
 

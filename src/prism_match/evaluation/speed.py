@@ -17,7 +17,7 @@ from typing import Any
 import cv2
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from prism_match import __version__
@@ -29,6 +29,7 @@ from prism_match.evaluation.report import Report, Table
 from prism_match.files import atomic_path
 from prism_match.images import load_image, resize
 from prism_match.matcher import find_device
+from prism_match.model.prism import Features
 from prism_match.stages import STAGES, Stopwatch
 
 SIZES = (640, 832, 1152, 1600)
@@ -182,12 +183,19 @@ class Contender:
 
 def ours_alone(matcher: Matcher, images: Sequence[np.ndarray]) -> Contender:
     image0, image1 = to_tensors(matcher, images)
+    model = matcher.model
 
     def run() -> Tensor:
-        a, b = matcher.model.extract(image0), matcher.model.extract(image1)
-        return matcher.model.match(a, b).confidence
+        if image0.shape == image1.shape:  # in one batch, as the matcher does it and as most peers do
+            both = model.extract(torch.cat([image0, image1]))
+            a, b = (Features(*(x[n : n + 1] for x in vars(both).values())) for n in range(2))
+        else:
+            a, b = model.extract(image0), model.extract(image1)
+        return model.match(a, b).confidence
 
-    return Contender(OURS, version(), "model", as_model(matcher, run), note_of(matcher))
+    # The plain model has its precision by autocast; one that is arranged for matching brings its own.
+    whole = as_model(matcher, run) if isinstance(model, nn.Module) else torch.inference_mode()(run)
+    return Contender(OURS, version(), "model", whole, note_of(matcher))
 
 
 def ours_whole(matcher: Matcher, images: Sequence[np.ndarray]) -> Contender:
@@ -526,8 +534,8 @@ def range_table(rows: Sequence[Row]) -> Table:
 
 def stage_table(stages: Sequence[StageTimes]) -> Table:
     names = list(dict.fromkeys([*STAGES, *(name for s in stages for name in s.stages)]))
-    shown = {"prepare": "decode, prepare", "mpms": "MPMs"}
-    columns = ["", "precision", *(shown.get(name, name) for name in names), "other", "all"]
+    shown = ["decode, prepare" if name == "prepare" else name for name in names]
+    columns = ["", "precision", *shown, "other", "all"]
     lines = [
         [f"{s.width}x{s.height}", s.precision, *(number(s.stages.get(name)) for name in names),
          number(s.other), number(s.total)]
