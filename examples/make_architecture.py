@@ -44,7 +44,7 @@ def layers() -> dict[str, float]:
     """Their tops, by name."""
     half = (FULL - GAP) / 2
     rows = [
-        [("cli", ["match, demo, eval, train, data, sfm, localize, export, convert, info"], "#f2f2f2")],
+        [("cli", ["match, demo, eval, bench, train, data, sfm, localize, export, convert, info"], "#f2f2f2")],
         [("evaluation", ["benchmarks, metrics, scores, reports"], "#e6e0f0"),
          ("export", ["COLMAP, hloc, transforms.json"], "#e6e0f0")],
         [("maps", ["retrieval, tracks, reconstruction,", "localization, PnP, the COLMAP worker"], "#d9e6f5"),
@@ -54,7 +54,7 @@ def layers() -> dict[str, float]:
         [("one pair of photos", ["images, matches, geometry, cameras, polish, matcher, weights, viz,",
                                  "files, frames, colmap_model"], "#fdf0d5")],
         [("model", ["PRISM: backbone, MPMs, pruning, match prediction, refinement"], "#f8dcd4")],
-        [("config, errors", [], "#f2f2f2")],
+        [("config, errors, stages", [], "#f2f2f2")],
     ]  # fmt: skip
     tops, y = {}, 46.0
     for row in rows:

@@ -849,7 +849,7 @@ def test_runs_without_optional_libraries() -> None:
         "import sys\n"
         "for name in ('poselib', 'matplotlib', 'rich', 'pydantic', 'pycolmap'): sys.modules[name] = None\n"
         "import prism_match.evaluation.benchmarks, prism_match.evaluation.covisible\n"
-        "import prism_match.cli.eval\n"
+        "import prism_match.evaluation.speed, prism_match.cli.bench, prism_match.cli.eval\n"
         "from prism_match.evaluation.pose import evaluate_pose\n"
         "try: evaluate_pose([], 'sift', ransac='poselib')\n"
         "except ValueError as error: print(error)\n"

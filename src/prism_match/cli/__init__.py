@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from prism_match import __version__
+from prism_match.cli.bench import bench
 from prism_match.cli.convert import convert
 from prism_match.cli.data import data
 from prism_match.cli.demo import demo
@@ -32,6 +33,7 @@ app = typer.Typer(
 for command in (match, demo, convert, info):
     app.command()(command)
 app.command("eval")(evaluate)
+app.command()(bench)
 app.command()(train)
 app.command()(train_subpixel)
 app.command()(sfm)
