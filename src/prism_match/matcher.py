@@ -96,9 +96,10 @@ class PairMatcher:
     ) -> Matches:
         """The correspondences of two images. Masks, of the size of their images, are non-zero where
         to look. With `details` the result tells what was pruned and when."""
-        images = [
-            self.prepare(x, keep=True).masked(mask) for x, mask in ((image0, mask0), (image1, mask1))
-        ]
+        with stage("prepare", host=True):
+            images = [
+                self.prepare(x, keep=True).masked(mask) for x, mask in ((image0, mask0), (image1, mask1))
+            ]
         return self._match_batch([tuple(self.extract_prepared(images))], details)[0]  # type: ignore[list-item]
 
     def extract(self, images: Sequence[ImageLike], *, size: int | None = None) -> list[ImageFeatures]:
@@ -166,7 +167,8 @@ class PairMatcher:
             return None
         # A turned image is a view with negative strides, which tensors cannot have.
         image = np.ascontiguousarray(prepared.gray if prepared.sharp is None else prepared.sharp)
-        return Pyramid(torch.from_numpy(image)[None].to(self.device), LEVELS + halvings(prepared.zoom))
+        with stage("polish"):
+            return Pyramid(torch.from_numpy(image)[None].to(self.device), LEVELS + halvings(prepared.zoom))
 
     @torch.inference_mode()
     def _match_batch(self, pairs: list[FeaturesPair], details: bool) -> list[Matches]:

@@ -17,7 +17,7 @@ from typing import Any
 import cv2
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from prism_match import __version__
@@ -193,9 +193,7 @@ def ours_alone(matcher: Matcher, images: Sequence[np.ndarray]) -> Contender:
             a, b = model.extract(image0), model.extract(image1)
         return model.match(a, b).confidence
 
-    # The plain model has its precision by autocast; one that is arranged for matching brings its own.
-    whole = as_model(matcher, run) if isinstance(model, nn.Module) else torch.inference_mode()(run)
-    return Contender(OURS, version(), "model", whole, note_of(matcher))
+    return Contender(OURS, version(), "model", torch.inference_mode()(run), note_of(matcher))
 
 
 def ours_whole(matcher: Matcher, images: Sequence[np.ndarray]) -> Contender:

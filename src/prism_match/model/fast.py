@@ -44,7 +44,7 @@ from prism_match.model.refinement import FINE_PER_CELL, Refinement, expectation
 from prism_match.model.tokens import map_extent
 from prism_match.stages import stage
 
-LAYOUTS = 32  # of maps seen last, whose tables are kept
+LAYOUT_CELLS = 2**20  # of the maps seen last, whose tables are kept: about 64 MiB
 
 
 def is_supported(config: ModelConfig) -> bool:
@@ -157,7 +157,7 @@ class FastPRISM:
         key = (*shapes, a.valid.device)
         if key not in self.layouts:
             self.layouts[key] = Layout.of(*shapes, self.config.levels, a.valid.device)  # type: ignore[arg-type]
-            if len(self.layouts) > LAYOUTS:
+            while len(self.layouts) > 1 and sum(x.cells for x in self.layouts.values()) > LAYOUT_CELLS:
                 self.layouts.popitem(last=False)
         self.layouts.move_to_end(key)
         return self.layouts[key]
@@ -208,6 +208,10 @@ class Layout:
             (shape0, shape1), b * height * width, 2 * b, patches, centres, images, number,
             torch.tensor(ends, device=device),
         )  # fmt: skip
+
+    @property
+    def cells(self) -> int:
+        return len(self.patches[-1])
 
     def state(self, table: Tensor, keep: Tensor, logit: Tensor | None) -> LayerState:
         """What lies in the table, as maps."""
