@@ -310,6 +310,29 @@ def test_the_cache_knows_what_matches_depend_on(megadepth: Path, tmp_path: Path)
     assert method.matched == 5
 
 
+def test_no_damage_to_the_cache_changes_a_number(megadepth: Path, tmp_path: Path) -> None:
+    """Wherever it is: in matches, in names, or in what the file format keeps between them."""
+    pairs, run = read_megadepth(megadepth), Run(cache=tmp_path)
+    whole = numbers(evaluate_pose(pairs, Oracle(pairs), SIZE, run=run))
+    [store] = tmp_path.glob("*.h5")
+    data = store.read_bytes()
+    for at in range(0, len(data), 211):
+        for file in tmp_path.glob("*.h5"):
+            file.unlink()
+        store.write_bytes(data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :])
+        assert numbers(evaluate_pose(pairs, Oracle(pairs), SIZE, run=run)) == whole, at
+
+
+def test_a_damaged_journal_costs_its_lines_alone(megadepth: Path, tmp_path: Path) -> None:
+    pairs, run = read_megadepth(megadepth), Run(out=tmp_path)
+    whole = numbers(evaluate_pose(pairs, Oracle(pairs), SIZE, run=run))
+    journal = tmp_path / "pairs.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join([*lines[:2], lines[2][:20] + b"\xff" + lines[2][21:], *lines[3:]]))
+    method = Oracle(pairs)
+    assert numbers(evaluate_pose(pairs, method, SIZE, run=run)) == whole and method.matched == 1
+
+
 def test_an_interrupted_run_goes_on(megadepth: Path, tmp_path: Path) -> None:
     pairs = read_megadepth(megadepth)
     whole = evaluate_pose(pairs, Oracle(pairs, 1.0), SIZE)
@@ -629,11 +652,28 @@ def test_scores_know_images_by_their_content(megadepth: Path, tmp_path: Path) ->
     assert first == method.matched == sum(moved[0].image0 in (p.image0, p.image1) for p in moved) > 0
 
 
-def test_a_folder_of_results_has_one_run_at_a_time(megadepth: Path, tmp_path: Path) -> None:
-    pairs = read_megadepth(megadepth)
-    with lock_folder(tmp_path), pytest.raises(UserError, match="is in use by another run"):
-        evaluate_pose(pairs, Oracle(pairs), SIZE, run=Run(out=tmp_path))
-    evaluate_pose(pairs, Oracle(pairs), SIZE, run=Run(out=tmp_path))
+@pytest.mark.parametrize("kept", [{"out"}, {"cache"}])
+def test_a_folder_of_results_has_one_run_at_a_time(megadepth: Path, tmp_path: Path, kept: set[str]) -> None:
+    """The second begins while the first is at work."""
+    pairs, run, told = read_megadepth(megadepth), Run(**dict.fromkeys(kept, tmp_path)), []
+
+    class First(Oracle):
+        def match(self, images: list[tuple[Resized, Resized]]) -> list[Matches]:
+            second = Oracle(pairs)
+            with pytest.raises(UserError, match="is in use by another run"):
+                evaluate_pose(pairs, second, SIZE, run=run)
+            told.append(second.matched)
+            return super().match(images)
+
+    evaluate_pose(pairs, First(pairs), SIZE, run=run)
+    assert told == [0] * 5
+    evaluate_pose(pairs, Oracle(pairs), SIZE, run=run)
+
+
+def test_the_command_tells_that_a_folder_is_in_use(run_eval, megadepth: Path, tmp_path: Path) -> None:  # noqa: ANN001
+    with lock_folder(tmp_path):
+        done = run_eval("megadepth1500", "--data", megadepth, "--method", "sift", "--out", tmp_path)
+    assert isinstance(done.exception, UserError) and "is in use by another run" in str(done.exception)
 
 
 # ---- whole benchmarks

@@ -221,6 +221,17 @@ def test_damage_is_found(tmp_path):
             anew.replaced.unlink()
 
 
+def test_a_damaged_part_is_as_good_as_none(tmp_path):
+    path = tmp_path / "matches.h5"
+    with MatchStore(path, {}) as store:
+        for n in range(2):
+            store.add({("a.jpg", f"{n}.jpg"): some_matches(n, 50)}, DIGESTS | {f"{n}.jpg": ""})
+    part = store.parts / "000000.h5"
+    part.write_bytes(part.read_bytes()[:-1])
+    with MatchStore(path, {}) as store:
+        assert list(store) == [("a.jpg", "1.jpg")]
+
+
 # ---- matching into it
 
 

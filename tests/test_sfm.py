@@ -97,11 +97,26 @@ def test_points_that_are_off_hardly_count(built, tmp_path, monkeypatch):
 
 
 def test_a_folder_has_one_run_at_a_time(built, tmp_path):
+    """The second begins while the first is at work, and again when that has ended as it should not."""
     scene, folder, _, _ = built
-    matcher = SyntheticMatcher(scene)
-    with lock_folder(tmp_path), pytest.raises(UserError, match="is in use by another run"):
-        reconstruct(folder, tmp_path, SfmOptions(cameras=GIVEN, threads=1), lambda: matcher)
-    assert not matcher.matched
+    second, options = SyntheticMatcher(scene), SfmOptions(cameras=GIVEN, threads=1)
+
+    def first():
+        with pytest.raises(UserError, match="is in use by another run"):
+            reconstruct(folder, tmp_path, options, lambda: second)
+        raise InterruptedError
+
+    for _ in range(2):
+        with pytest.raises(InterruptedError):
+            reconstruct(folder, tmp_path, options, first)
+    assert not second.matched
+
+
+@pytest.mark.parametrize("options", [[], ["--matches-only"]])
+def test_the_command_tells_that_a_folder_is_in_use(built, tmp_path, options):
+    with lock_folder(tmp_path):
+        done = CliRunner().invoke(app, ["sfm", str(built[1]), "-o", str(tmp_path), *options])
+    assert isinstance(done.exception, UserError) and "is in use by another run" in str(done.exception)
 
 
 def test_the_model_is_there_in_every_format(built):

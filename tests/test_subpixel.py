@@ -114,6 +114,23 @@ def test_many_at_once_equal_parts(
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(whole, parts, strict=True))
 
 
+def test_few_numbers_of_windows_are_seen(network: Subpixel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of matches: each one costs memory that is never given back."""
+    seen: set[int] = set()
+
+    def stay(network, first, second, points0, points1, *_, **__):  # noqa: ANN001, ANN003, ANN202
+        seen.add(len(points0))
+        yield points1, points1[:, 0]
+
+    monkeypatch.setattr("prism_match.subpixel.approach", stay)
+    image = Pyramid(torch.zeros(1, 8, 8))
+    for count in range(0, 3000, 7):
+        points = torch.arange(2.0 * count).view(-1, 2)
+        moved, error = settle(network, image, image, points, points, torch.eye(2).expand(count, 2, 2))
+        assert torch.equal(moved, points) and torch.equal(error, points[:, 0])
+    assert len(seen) < 50
+
+
 def test_an_untrained_network_is_weighted_least_squares() -> None:
     """Against numpy's solution of the same normal equations, for windows that are shifted by a little."""
     x, y = window_grid(torch.device("cpu")).view(SIDE, SIDE, 2).unbind(-1)

@@ -211,9 +211,18 @@ def settle(
     pixel: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """What the last round of `approach` gives, for any number of matches."""
+    count = len(points0)
+    rows = torch.arange(round_count(count), device=points0.device).clamp(max=count - 1)
     found = [(points1[:0], points1[:0, 0])]
-    for at0, at1, s in zip(*(t.split(AT_ONCE) for t in (points0, points1, stretch)), strict=True):
+    for at0, at1, s in zip(*(t[rows].split(AT_ONCE) for t in (points0, points1, stretch)), strict=True):
         *_, last = approach(network, first, second, at0, at1, s, rounds, pixel=pixel)
         found.append(last)
-    moved, error = (torch.cat(x) for x in zip(*found, strict=True))
+    moved, error = (torch.cat(x)[:count] for x in zip(*found, strict=True))
     return moved, error
+
+
+def round_count(count: int) -> int:
+    """At least as many, out of few numbers: for every number of windows that it has not seen yet a library of
+    convolutions keeps a program, and what it keeps between large tensors holds their memory for good."""
+    step = 16 if count <= 256 else 64
+    return -(-count // step) * step

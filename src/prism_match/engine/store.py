@@ -29,7 +29,7 @@ from prism_match.files import atomic_path, short_hash, writable_folder
 from prism_match.matches import Matches
 
 FORMAT = 2
-LAYOUT = ("v108", "v108")  # of HDF5: has checksums of its own structures, and sees that a file is cut short
+LAYOUT = ("v110", "v110")  # of HDF5: has checksums of its own structures, and sees that a file is cut short
 Names = tuple[str, str]
 
 
@@ -70,8 +70,7 @@ class MatchStore(Mapping[Names, Matches]):
             self._lock = Lock(self.path.with_suffix(".lock"), str(path))
             self._begin()
         for part in sorted(self.parts.glob("*.h5")):
-            if self._read(part, self.settings) != self.settings and self._lock is not None:
-                part.unlink()
+            self._read_part(part)
 
     def __iter__(self) -> Iterator[Names]:
         return iter(sorted(self._where))
@@ -94,9 +93,9 @@ class MatchStore(Mapping[Names, Matches]):
                 self._files[path] = h5py.File(path, "r")
             table = self._files[path][group_name("pairs", pair)][()]
             points0, points1, scores = np.split(table.reshape(-1, 5), [2, 4], axis=1)
+            size0, size1 = (self.images[name].size for name in pair)
         except (OSError, KeyError, ValueError, RuntimeError) as error:
             raise UserError(f"{path}: damaged: the matches of {pair[0]} and {pair[1]} ({error})") from error
-        size0, size1 = (self.images[name].size for name in pair)
         return Matches(points0, points1, scores[:, 0], size0, size1, *pair)
 
     @property
@@ -179,6 +178,17 @@ class MatchStore(Mapping[Names, Matches]):
             self.replaced = self.path.with_stem(f"{self.path.stem}-{short_hash(found)}")
             self.path.replace(self.replaced)
 
+    def _read_part(self, part: Path) -> None:
+        """Or, to write, removes one that is of other settings or damaged: its pairs are matched again."""
+        try:
+            fits = self._read(part, self.settings) == self.settings
+        except UserError:
+            if self._lock is None:
+                raise
+            fits = False
+        if not fits and self._lock is not None:
+            part.unlink()
+
     def _read(self, path: Path, wanted: dict[str, Any] | None = None) -> dict[str, Any]:
         """Takes note of what is in a file, unless its settings are not the wanted ones; its settings."""
         try:
@@ -225,9 +235,8 @@ def _write(
     with atomic_path(path) as temporary, h5py.File(temporary, "w", libver=LAYOUT) as file:
         file.attrs["format"], file.attrs["settings"] = FORMAT, json.dumps(settings, sort_keys=True)
         _save(file, "sizes", np.array([i.size for i in images.values()], np.int64).reshape(-1, 2))
-        text = h5py.string_dtype()
-        for key, values in (("images", list(images)), ("digests", [i.digest for i in images.values()])):
-            file.create_dataset(key, data=values, dtype=text, shape=(len(images),))
+        _save(file, "images", _fixed_text(list(images)))
+        _save(file, "digests", _fixed_text([i.digest for i in images.values()]))
         file.create_group("pairs")
         count = 0
         for names, m in found:
@@ -246,6 +255,12 @@ def _save(file: h5py.File, key: str, array: np.ndarray) -> None:
 def group_name(group: str, names: Names) -> str:
     """Names may have slashes in them, which mean something else in the file."""
     return "/".join([group, *(quote(name, safe=" ") for name in names)])
+
+
+def _fixed_text(values: list[str]) -> np.ndarray:
+    """Of one length: HDF5 keeps other texts where it has no checksums."""
+    encoded = [value.encode() for value in values]
+    return np.array(encoded, h5py.string_dtype("utf-8", max(map(len, encoded), default=0) or 1))
 
 
 def _text(value: Any) -> str:

@@ -211,15 +211,15 @@ class Journal:
             self._read(self.path)
 
     def _read(self, path: Path) -> None:
-        head, *lines = path.read_text(encoding="utf-8").split("\n") or [""]
-        if head != self.head:
+        head, *lines = path.read_bytes().splitlines() or [b""]
+        if head != self.head.encode():
             print(f"prism: {path}: of a run with other settings; begun anew", file=sys.stderr)
             return
         for line in lines:
             try:
                 values = json.loads(line)
                 key, score = values.pop("key"), score_from_json(values)
-            except (ValueError, TypeError, KeyError, AttributeError):  # the last line may be half-written
+            except (ValueError, TypeError, KeyError, AttributeError):  # half-written, or damaged
                 continue
             if (
                 self.keys.setdefault(score.name, key) == key
