@@ -189,15 +189,14 @@ class PairMatcher:
         return found.evidence() < WEAK * min(image.prepared.cell_count for image in found.pair)
 
     def _match_as_they_are(self, pairs: list[FeaturesPair]) -> list[Found]:
-        features = [stack([pair[i].features for pair in pairs]) for i in range(2)]
-        regions = [self._regions([pair[i].prepared for pair in pairs]) for i in range(2)]
-        found = self.model.match(*features, *regions, self.threshold)
-        columns = (found.keypoints0.float(), found.keypoints1.float(), found.confidence.float())
-        if len(pairs) == 1:
-            return [Found(pairs[0], *columns, found, 0)]
-        counts = torch.bincount(found.batch, minlength=len(pairs)).tolist()
-        parts = zip(*(x.split(counts) for x in columns), strict=True)
-        return [Found(pair, *part, found, n) for n, (pair, part) in enumerate(zip(pairs, parts, strict=True))]
+        a, b = (stack([pair[i].features for pair in pairs]) for i in range(2))
+        keep0, keep1 = (self._regions([pair[i].prepared for pair in pairs]) for i in range(2))
+        found = self.model.match(a, b, keep0, keep1, self.threshold)
+        counts = [len(found.batch)]
+        if len(pairs) > 1:
+            counts = torch.bincount(found.batch, minlength=len(pairs)).tolist()
+        at0, at1, scores = (x.split(counts) for x in (found.keypoints0, found.keypoints1, found.confidence))
+        return [Found(pair, at0[n], at1[n], scores[n], found, n) for n, pair in enumerate(pairs)]
 
     def _regions(self, prepared: list[Prepared]) -> Tensor | None:
         if all(p.mask is None for p in prepared):
