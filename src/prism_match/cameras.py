@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from prism_match.errors import UserError
-from prism_match.files import read_words
+from prism_match.files import parse_lines
 from prism_match.geometry import to_points
 
 # name -> number of parameters, number of focal lengths; what follows the principal point is distortion.
@@ -169,12 +169,7 @@ def parse_camera(words: Sequence[str]) -> Camera:
 
 def read_camera_list(path: Path) -> dict[str, Camera]:
     """`NAME MODEL WIDTH HEIGHT PARAMS` a line, as hloc's lists of queries; by name, in their order."""
-    cameras = {}
-    for number, words in read_words(path):
-        try:
-            cameras[words[0]] = parse_camera(words[1:])
-        except UserError as error:
-            raise UserError(f"{path}, line {number}: {error}") from error
+    cameras = dict(parse_lines(path, lambda words: (words[0], parse_camera(words[1:]))))
     if not cameras:
         raise UserError(f"{path}: no cameras in it")
     return cameras

@@ -9,14 +9,16 @@ import os
 import pickle
 import secrets
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from prism_match.errors import UserError
+
+Parsed = TypeVar("Parsed")
 
 
 @contextmanager
@@ -103,6 +105,17 @@ def read_words(path: Path, tabs: bool = False) -> list[tuple[int, list[str]]]:
         raise UserError(f"{path}: cannot be read ({error})") from error
     rows = [[w.strip() for w in x.split("\t")] if tabs and "\t" in x else x.split() for x in lines]
     return [(n, words) for n, words in enumerate(rows, 1) if words and not words[0].startswith("#")]
+
+
+def parse_lines(path: Path, parse: Callable[[list[str]], Parsed], tabs: bool = False) -> list[Parsed]:
+    """What `parse` makes of the words of each line; what it finds wrong with one is told with its number."""
+    parsed = []
+    for number, words in read_words(path, tabs):
+        try:
+            parsed.append(parse(words))
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {error}") from error
+    return parsed
 
 
 class _ArraysOnly(pickle.Unpickler):

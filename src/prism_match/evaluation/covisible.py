@@ -47,10 +47,7 @@ def load_views(pair: PosePair, resizing: Resize) -> tuple[DepthView, DepthView]:
         if depth_file is None or size is None:
             raise UserError(f"{image}: {'no such image' if size is None else 'has no depth map'}")
         width, height = resizing(size)
-        try:
-            depth = resize_depth(read_depth(depth_file), width, height)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        depth = resize_depth(read_depth(depth_file), width, height)
         depth = np.pad(depth, ((0, -height % CELL), (0, -width % CELL)))
         K = scaling(frame or size, (width, height)) @ K
         views.append(DepthView((width, height), torch.from_numpy(depth)[None], torch.from_numpy(K)[None]))

@@ -265,10 +265,7 @@ def read_calibrated_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
 
 
 def read_sequence_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
-    try:
-        frames = {frame.image.name: frame for frame in read_sequence(folder)}
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    frames = {frame.image.name: frame for frame in read_sequence(folder)}
     if len(frames) < 2:
         raise UserError(f"{folder}: {len(frames)} frames that can be used, at least 2 are needed")
     world = DepthMap(frames, o.depth_scale)

@@ -15,9 +15,7 @@ from prism_match.model.prism import PRISM
 from prism_match.weights.store import export_weights
 
 
-def pose_validation(
-    folder: Path, device: torch.device, size: int = 832
-) -> Callable[[PRISM], dict[str, float]]:
+def pose_validation(folder: Path, device: torch.device) -> Callable[[PRISM], dict[str, float]]:
     """AUC of the pose error on a folder of MegaDepth's layout (`scene_info`, images), with OpenCV's RANSAC.
 
     The folder is read now, so that a wrong one is told before the training and not after its first hour."""
@@ -26,7 +24,7 @@ def pose_validation(
     def validate(model: PRISM) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as temporary:
             files = export_weights(Path(temporary) / "now.safetensors", model.state_dict(), model.config, {})
-            result = evaluate_pose(pairs, Matcher(files[0], device=device, rotate="never"), size)
+            result = evaluate_pose(pairs, Matcher(files[0], device=device, rotate="never"))
         scores = {f"auc@{k}": v for k, v in result.auc.items()}
         return {**scores, "matches": result.mean("matches"), "precision": result.mean("precision")}
 

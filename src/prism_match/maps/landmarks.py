@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -20,6 +21,7 @@ from prism_match.cameras import Camera, pinhole
 from prism_match.colmap_model import Model, PosedView, is_model, read_model
 from prism_match.errors import UserError
 from prism_match.frames import Frame, is_sequence, read_depth, read_sequence
+from prism_match.geometry import pose_matrix
 from prism_match.images import exif_orientation, image_size
 from prism_match.maps.stages import origin_of
 from prism_match.maps.tracks import one_to_one
@@ -156,10 +158,9 @@ class DepthMap:
         """per_metre: what a depth map's PNG has for a metre."""
         if per_metre <= 0:
             raise UserError(f"the scale of depth must be positive, not {per_metre}")
-        self.frames, self.per_metre = frames, per_metre
-        self.names = list(frames)
+        self.frames, self.names = frames, list(frames)
         self.poses = {name: rigid(frame.T) for name, frame in frames.items()}
-        self._depth = lru_cache(maxsize=16)(self._read)
+        self._depth = lru_cache(maxsize=16)(lambda name: read_depth(frames[name].depth, per_metre))
 
     def path(self, name: str) -> Path:
         return self.frames[name].image
@@ -191,12 +192,6 @@ class DepthMap:
         xyz = (local - T[:3, 3]) @ T[:3, :3]
         return Lifted(rows, xyz, np.full(len(rows), -1), np.asarray(pixels, float)[rows])
 
-    def _read(self, name: str) -> np.ndarray:
-        try:
-            return read_depth(self.frames[name].depth, self.per_metre)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-
 
 def rigid(T: np.ndarray) -> np.ndarray:
     """4 4: the nearest pose with a true rotation, from the same place. Those of RGB-D sequences come from
@@ -204,9 +199,7 @@ def rigid(T: np.ndarray) -> np.ndarray:
     U, _, Vt = np.linalg.svd(T[:3, :3])
     R = U @ np.diag([1, 1, np.sign(np.linalg.det(U @ Vt))]) @ Vt
     centre = -np.linalg.solve(T[:3, :3], T[:3, 3])
-    result = np.eye(4)
-    result[:3, :3], result[:3, 3] = R, -R @ centre
-    return result
+    return pose_matrix(R, -R @ centre)
 
 
 class ScanMap:
@@ -337,11 +330,9 @@ def without(model: Model, name: str) -> Model:
     show, are gone. The rest stays where it is, though that photo had its say in it."""
     views = [v for v in model.views if v.name != name]
     counts = np.bincount(np.concatenate([v.points for v in views]), minlength=len(model.points))
-    kept = [
-        PosedView(v.name, v.camera, v.T, v.pixels[counts[v.points] >= 2], v.points[counts[v.points] >= 2])
-        for v in views
-    ]
-    return Model(model.path, tuple(kept), model.points)
+    shown = [(v, counts[v.points] >= 2) for v in views]
+    kept = [replace(v, pixels=v.pixels[twice], points=v.points[twice]) for v, twice in shown]
+    return replace(model, views=tuple(kept))
 
 
 def open_map(
@@ -356,19 +347,15 @@ def open_map(
         raise UserError(f"{path}: no such folder")
     if is_model(path):
         model, around = read_model(path), path.resolve()
-        origin = origin_of(model.path)
-        candidates = [images] if images else [f / "images" for f in (around, *list(around.parents)[:2])]
+        made_here, photos = origin_of(model.path)
+        beside = [f / "images" for f in (around, *list(around.parents)[:2])]
+        candidates = [images] if images else [photos, *beside] if photos else beside
         folder = next((f for f in candidates if f.is_dir()), None)
-        if images is None and origin.photos is not None:
-            folder = origin.photos
         if folder is None:
             raise UserError(f"{candidates[0]}: no such folder; tell with --images where the map's photos are")
-        return SfmMap(model, folder, snap, as_shown=origin.made_here)
+        return SfmMap(model, folder, snap, as_shown=made_here)
     if is_sequence(path):
-        try:
-            frames = {frame.image.name: frame for frame in read_sequence(path)}
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        frames = {frame.image.name: frame for frame in read_sequence(path)}
         if not frames:
             raise UserError(f"{path}: no frame of the sequence can be used")
         return DepthMap(frames, depth_scale)

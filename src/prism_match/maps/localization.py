@@ -16,7 +16,8 @@ from prism_match.cameras import Camera
 from prism_match.colmap_model import quaternion_of, rotation_of
 from prism_match.engine.photos import scale_points
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, read_words
+from prism_match.files import atomic_path, parse_lines, read_words
+from prism_match.geometry import pose_matrix
 from prism_match.images import to_stored
 from prism_match.maps.landmarks import Map, stored_orientation
 from prism_match.maps.pnp import LEAST, PnpBackend, estimate_camera_pose
@@ -185,18 +186,14 @@ def write_poses(path: Path, poses: Mapping[str, np.ndarray]) -> None:
 
 def read_poses(path: Path) -> dict[str, np.ndarray]:
     """What `write_poses` wrote: 4 4, world to camera, by name."""
-    poses = {}
-    for number, words in read_words(path):
-        try:
-            q, t = np.array(words[1:5], float), np.array(words[5:8], float)
-            if len(words) != 8 or not np.isfinite([*q, *t]).all() or not q.any():
-                raise ValueError("expected name qw qx qy qz tx ty tz")
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: {error}") from error
-        T = np.eye(4)
-        T[:3, :3], T[:3, 3] = rotation_of(q), t
-        poses[words[0]] = T
-    return poses
+
+    def parse(words: list[str]) -> tuple[str, np.ndarray]:
+        q, t = np.array(words[1:5], float), np.array(words[5:8], float)
+        if len(words) != 8 or not np.isfinite([*q, *t]).all() or not q.any():
+            raise ValueError("expected name qw qx qy qz tx ty tz")
+        return words[0], pose_matrix(rotation_of(q), t)
+
+    return dict(parse_lines(path, parse))
 
 
 def read_retrieval(path: Path) -> dict[str, list[str]]:

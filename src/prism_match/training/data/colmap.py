@@ -14,6 +14,7 @@ from torch import Tensor
 
 from prism_match import colmap_model
 from prism_match.colmap_model import Model, PosedView
+from prism_match.errors import UserError
 from prism_match.frames import read_depth, read_gray
 from prism_match.training.data.photometric import CALM, augment
 from prism_match.training.data.posed import OVERLAP_BINS, require_fit, scale_intrinsics, spread_weights
@@ -29,27 +30,27 @@ def read_model(path: Path | str) -> Model:
     for view in model.views:
         if view.camera.is_distorted:
             file = next(model.path.glob("cameras.*"))
-            raise ValueError(
+            raise UserError(
                 f"{file}: {view.camera.model} camera with lens distortion; undistort the images first"
             )
     return model
 
 
 def load_photo(view: PosedView, image_dir: Path) -> np.ndarray:
-    """h w, uint8. Raises ValueError with one line when the photo is not of its camera's size."""
+    """h w, uint8. Raises UserError with one line when the photo is not of its camera's size."""
     gray = read_gray(image_dir / view.name)
     if gray.shape != (view.height, view.width):
         size = f"{gray.shape[1]}x{gray.shape[0]}"
-        raise ValueError(f"{image_dir / view.name}: {size}, its camera says {view.width}x{view.height}")
+        raise UserError(f"{image_dir / view.name}: {size}, its camera says {view.width}x{view.height}")
     return gray
 
 
 def require_files(folder: Path, names: list[str], what: str) -> None:
-    """Raises ValueError with one line that names the files missing from `folder`."""
+    """Raises UserError with one line that names the files missing from `folder`."""
     missing = [n for n in names if not (folder / n).is_file()]
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise ValueError(f"{folder}: {what}: {', '.join(missing[:5])}{more}")
+        raise UserError(f"{folder}: {what}: {', '.join(missing[:5])}{more}")
 
 
 def depth_path(depth_dir: Path | str, name: str) -> Path:
@@ -121,16 +122,16 @@ class ColmapPairs:
         for view in model.views:
             try:
                 if not np.isfinite(view.T).all():
-                    raise ValueError(f"{images / view.name}: its pose is not finite")
+                    raise UserError(f"{images / view.name}: its pose is not finite")
                 path = depth_path(collection.depth, view.name)
                 photo, depth = load_photo(view, images), read_depth(path)
                 require_fit(path, depth, photo)
-            except ValueError as e:
+            except UserError as e:
                 log.warning("skipped: %s", e)
                 continue
             photos.append(_Photo(view, photo, depth))
         if len(photos) < 2:
-            raise ValueError(f"{images}: fewer than two photos of the model can be used")
+            raise UserError(f"{images}: fewer than two photos of the model can be used")
         return photos
 
     def _fill_bank(self, photos: list[_Photo]) -> None:
@@ -179,7 +180,7 @@ class ColmapPairs:
         numbers = torch.from_numpy(pairs).to(self.device)
         measured = [self._measure(*some.unbind(1)) for some in numbers.split(64)] if len(numbers) else []
         if not any((m[0] >= OVERLAP_BINS[0]).any() for m in measured):
-            raise ValueError(f"{model.path}: no two images overlap, so no pairs can be made of it")
+            raise UserError(f"{model.path}: no two images overlap, so no pairs can be made of it")
         overlap, *others = (torch.cat(x) for x in zip(*measured, strict=True))
         keep = overlap >= OVERLAP_BINS[0]
         return tuple(x[keep] for x in (numbers, overlap, *others))

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prism_match.errors import UserError
 from prism_match.training.data.photometric import CALM, Draw, augment
 from prism_match.training.data.texture import flat_cells, forget_flat
 from prism_match.training.pairs import PairBatch, cell_centres
@@ -38,10 +39,10 @@ class PhotoStore:
     def __init__(self, photos: Tensor):
         """`photos`: n s s uint8, s divisible by 32."""
         if photos.dim() != 3 or photos.shape[1] != photos.shape[2] or photos.dtype != torch.uint8:
-            raise ValueError(f"photos must be uint8 n s s, not {photos.dtype} {tuple(photos.shape)}")
+            raise UserError(f"photos must be uint8 n s s, not {photos.dtype} {tuple(photos.shape)}")
         self.size = photos.shape[1]
         if len(photos) == 0 or self.size % 32:
-            raise ValueError(f"need at least one photo of a size divisible by 32, not {tuple(photos.shape)}")
+            raise UserError(f"need at least one photo of a size divisible by 32, not {tuple(photos.shape)}")
         self.count = len(photos)
         self.sizes = [self.size]
         while self.sizes[-1] % 2 == 0 and self.sizes[-1] > 4:
@@ -73,7 +74,7 @@ class PhotoStore:
                     break
         if not photos:
             where = ", ".join(map(str, roots)) or "an empty list"
-            raise ValueError(f"no photos that can be decoded in {where}")
+            raise UserError(f"no photos that can be decoded in {where}")
         return cls(torch.from_numpy(np.stack(photos)))
 
     @property
@@ -142,7 +143,7 @@ def _encoded_in_tar(path: Path) -> Iterator[tuple[str, bytes]]:
                 if file is not None and Path(member.name).suffix.lower() in IMAGE_SUFFIXES:
                     yield f"{path}:{member.name}", file.read()
     except tarfile.ReadError as e:
-        raise ValueError(f"{path}: not a tar file that can be read ({e})") from e
+        raise UserError(f"{path}: not a tar file that can be read ({e})") from e
 
 
 def _ahead(jobs: Iterator, n: int) -> Iterator:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prism_match.errors import UserError
 from prism_match.frames import Frame, read_depth, read_gray
 from prism_match.geometry import resize_matrix
 from prism_match.training.pairs import CELL, PairBatch, cell_centres
@@ -51,7 +52,7 @@ class Loaded:
 
 
 def load_frame(frame: Frame, size: int, same_size: bool) -> Loaded:
-    """Raises ValueError with one line when an image or a depth map is missing, broken or does not fit.
+    """Raises UserError with one line when an image or a depth map is missing, broken or does not fit.
 
     With `same_size`, depth has to have the size of the image; otherwise the same shape will do.
     """
@@ -72,11 +73,11 @@ def load_frame(frame: Frame, size: int, same_size: bool) -> Loaded:
 
 
 def require_fit(path: Path, depth: np.ndarray, image: np.ndarray, same_size: bool = False) -> None:
-    """Raises ValueError with one line when a depth map has not the shape (or size) of its image."""
+    """Raises UserError with one line when a depth map has not the shape (or size) of its image."""
     (h, w), (rows, columns) = image.shape, depth.shape
     same_shape = abs(columns / rows * h / w - 1) < 0.02
     if depth.shape != image.shape and (same_size or not same_shape):
-        raise ValueError(f"{path}: depth map is {columns}x{rows}, its image is {w}x{h}")
+        raise UserError(f"{path}: depth map is {columns}x{rows}, its image is {w}x{h}")
 
 
 def resize_depth(depth: np.ndarray, width: int, height: int) -> np.ndarray:
@@ -126,7 +127,7 @@ class PosedPairs:
                 names.append(" ".join(self.frames[i].image.stem for i in self.pairs[row]))
             if misses > 20 * batch + 200:
                 last = next(reversed(self.broken.values()))
-                raise ValueError(f"{self.name}: hardly any pair can be read; the last one: {last}")
+                raise UserError(f"{self.name}: hardly any pair can be read; the last one: {last}")
         return self._batch(good, tuple(names))
 
     def _draw(self, count: int, generator: torch.Generator) -> list[int]:
@@ -141,7 +142,7 @@ class PosedPairs:
                 return None
             try:
                 loaded.append(load_frame(frame, size, self.same_size))
-            except ValueError as e:
+            except UserError as e:
                 self.broken[str(frame.image)] = str(e)
                 log.warning("skipped: %s", e)
                 return None

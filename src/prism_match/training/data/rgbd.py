@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from prism_match.errors import UserError
 from prism_match.frames import Frame, find_sequences, read_depth, read_sequence
 from prism_match.training.data.posed import PosedPairs, resize_depth, scale_intrinsics, spread_weights
 from prism_match.training.supervision import warp_by_depth
@@ -47,7 +48,7 @@ class RGBDPairs(PosedPairs):
                 log.warning("%s: no two frames overlap by %s to %s", scene, *overlap)
             frames += found
         if not sum(map(len, pairs)):
-            raise ValueError(f"{folder}: no two frames overlap by {overlap[0]} to {overlap[1]}")
+            raise UserError(f"{folder}: no two frames overlap by {overlap[0]} to {overlap[1]}")
         super().__init__(folder.name, frames, np.concatenate(pairs), np.concatenate(weights), device, workers)
 
 
@@ -89,7 +90,7 @@ def _probe(frame: Frame) -> tuple[np.ndarray, np.ndarray]:
         depth = read_depth(frame.depth)
         with Image.open(frame.image) as image:  # reads the header only
             width, height = image.size
-    except (ValueError, OSError) as e:
+    except (UserError, OSError) as e:
         log.warning("skipped: %s", e)
         return np.zeros((1, PROBE), np.float32), np.eye(3)
     h = max(round(height * PROBE / width), 1)
