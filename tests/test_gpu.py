@@ -11,14 +11,12 @@ import torch
 
 from prism_match import Matcher
 from prism_match.config import PRESETS
-from prism_match.maps.track_polish import polish_tracks
-from prism_match.maps.tracks import IndexedMatches, Keypoints, SharedKeypoints
-from prism_match.training.capture import Captured
+from prism_match.maps.tracks import IndexedMatches, Keypoints, SharedKeypoints, polish_tracks
 from prism_match.training.config import PRESETS as TRAINING
 from prism_match.training.config import Phase
 from prism_match.training.data.photos import PhotoPairs, PhotoStore
 from prism_match.training.data.worlds.source import Worlds
-from prism_match.training.feed import Weighted
+from prism_match.training.feed import Captured, Weighted
 from prism_match.training.trainer import Trainer
 
 pytestmark = [

@@ -68,7 +68,7 @@ def test_load_folders_tars_and_bad_files(tmp_path: Path, caplog: pytest.LogCaptu
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     with caplog.at_level(logging.WARNING):
-        loaded = PhotoStore.load(tmp_path, size=96, workers=2)
+        loaded = PhotoStore.load(tmp_path, size=96)
     assert len(loaded) == 4 and loaded.size == 96
     warned = [r.getMessage() for r in caplog.records]
     assert len(warned) == 2 and "broken.jpg" in warned[0] and "empty.jpg" in warned[1]

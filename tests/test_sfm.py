@@ -25,12 +25,12 @@ from typer.testing import CliRunner
 
 from prism_match.cameras import Camera
 from prism_match.cli import app
-from prism_match.engine.lock import lock_folder
 from prism_match.engine.store import MatchStore
 from prism_match.errors import UserError
 from prism_match.evaluation.posed import camera_matrices
 from prism_match.export.colmap import export_colmap
 from prism_match.export.nerf import camera_to_world, intrinsics, write_transforms
+from prism_match.files import lock_folder
 from prism_match.geometry import align_similarity, rotation_angle
 from prism_match.images import ORIENTATION, load_image, write_png
 from prism_match.maps import colmap

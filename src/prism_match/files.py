@@ -1,4 +1,5 @@
-"""Writing files so that none is ever half-written, and reading them so that none can do harm."""
+"""Writing files so that none is ever half-written, by one process at a time, and reading them so that none
+can do harm."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
@@ -116,6 +117,56 @@ def parse_lines(path: Path, parse: Callable[[list[str]], Parsed], tabs: bool = F
         except ValueError as error:
             raise UserError(f"{path}, line {number}: {error}") from error
     return parsed
+
+
+class Lock:
+    """One writer at a time, of a store of matches or of a folder of results. Held until it is closed, or its
+    process ends, however it does. The file stays: to remove it would let two processes hold a lock of the
+    same name."""
+
+    def __init__(self, path: Path, what: str):
+        self._file: IO[str] | None = None
+        try:
+            file = path.open("a")
+        except OSError as error:
+            raise UserError(f"{what}: cannot be written to ({error.strerror})") from error
+        if not _take(file):
+            file.close()
+            raise UserError(f"{what}: is in use by another run; wait for it, or choose another place")
+        self._file = file
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def lock_folder(folder: Path) -> Lock:
+    return Lock(folder / ".lock", str(folder))
+
+
+def _take(file: IO[str]) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        import msvcrt
+
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        except OSError:
+            return False
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class _ArraysOnly(pickle.Unpickler):

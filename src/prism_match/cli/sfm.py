@@ -97,9 +97,8 @@ def sfm(
       prism sfm photos -o out --matches-only                on a machine with a GPU, then elsewhere
       prism sfm photos -o out2 --matches out/matches.h5
     """
-    from prism_match.engine.lock import lock_folder
     from prism_match.export.nerf import write_transforms
-    from prism_match.files import writable_folder, write_json
+    from prism_match.files import lock_folder, writable_folder, write_json
     from prism_match.maps.cameras import CameraOptions
     from prism_match.maps.reconstruction import (
         PairOptions,

@@ -56,7 +56,7 @@ def train(
 
     Example: prism train --photos my-photos --worlds --minutes 24 --out run
     """
-    from prism_match.evaluation.validation import pose_validation
+    from prism_match.evaluation.pose import pose_validation
     from prism_match.matcher import find_device
     from prism_match.training.checkpoint import checkpoints
     from prism_match.training.config import load_train_config

@@ -17,13 +17,12 @@ from typing import Any, TextIO
 import numpy as np
 
 from prism_match.engine import Clock, Engine, Limits, MatchStore, Names, Resize
-from prism_match.engine.lock import lock_folder
 from prism_match.engine.methods import Method
 from prism_match.engine.photos import content_of
 from prism_match.errors import UserError
 from prism_match.evaluation.metrics import auc
 from prism_match.evaluation.pairs import Pair, name_apart
-from prism_match.files import atomic_path, short_hash, writable_folder
+from prism_match.files import atomic_path, lock_folder, short_hash, writable_folder
 from prism_match.matches import Matches
 
 

@@ -14,9 +14,9 @@ from tqdm import tqdm
 from prism_match.cameras import Camera, pinhole, read_camera_list
 from prism_match.config import PnpBackend
 from prism_match.engine import Engine, Limits, MatchStore, Names, Prism, Resize
-from prism_match.engine.lock import lock_folder
 from prism_match.engine.photos import IMAGE_SUFFIXES
 from prism_match.errors import UserError
+from prism_match.files import lock_folder
 from prism_match.images import image_size
 from prism_match.maps.cameras import UNKNOWN_FOCAL, check_numbers, read_exif
 from prism_match.maps.landmarks import Map

@@ -22,19 +22,24 @@ from tqdm import tqdm
 
 from prism_match.config import Mapper
 from prism_match.engine import Engine, Limits, MatchStore, Names, Prism, Resize
-from prism_match.engine.lock import lock_folder
 from prism_match.engine.photos import IMAGE_SUFFIXES
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, file_digest, short_hash, writable_folder
+from prism_match.files import atomic_path, file_digest, lock_folder, short_hash, writable_folder
 from prism_match.images import exif_orientation, image_size, load_image
 from prism_match.maps import colmap
 from prism_match.maps import pairs as pairing
 from prism_match.maps.cameras import CameraOptions, choose_cameras
-from prism_match.maps.database import colmap_error, write_database
+from prism_match.maps.colmap import colmap_error, write_database
 from prism_match.maps.report import PICTURES, write_report
 from prism_match.maps.stages import STAGES, Stages
-from prism_match.maps.track_polish import polish_tracks
-from prism_match.maps.tracks import SharedKeypoints, TrackOptions, load_tracks, save_tracks, share_keypoints
+from prism_match.maps.tracks import (
+    SharedKeypoints,
+    TrackOptions,
+    load_tracks,
+    polish_tracks,
+    save_tracks,
+    share_keypoints,
+)
 from prism_match.matcher import find_device
 
 if TYPE_CHECKING:

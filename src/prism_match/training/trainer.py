@@ -24,7 +24,6 @@ from prism_match.errors import UserError
 from prism_match.files import writable_folder
 from prism_match.images import write_png
 from prism_match.model.prism import PRISM
-from prism_match.training.capture import recording
 from prism_match.training.checkpoint import (
     Checkpoint,
     check_architecture,
@@ -34,7 +33,7 @@ from prism_match.training.checkpoint import (
 )
 from prism_match.training.config import TrainConfig
 from prism_match.training.distributed import join_processes
-from prism_match.training.feed import Feed, Mixer, Weighted
+from prism_match.training.feed import Feed, Mixer, Weighted, recording
 from prism_match.training.pairs import PairBatch
 from prism_match.training.samples import draw_predictions
 from prism_match.training.step import METRICS, TrainingStep, Work

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from prism_match.errors import UserError
-from prism_match.files import load_object_arrays
+from prism_match.files import atomic_path, load_object_arrays, writable_folder
 from prism_match.training.data.colmap import Model, read_model
 from prism_match.training.data.posed import Frame, PosedPairs, spread_weights
 
@@ -39,20 +39,16 @@ class MegaDepthPairs(PosedPairs):
         root: Path | str,
         scene_infos: Iterable[Path | str],
         device: torch.device | str = "cpu",
-        overlap: tuple[float, float] = (0.0, 1.0),
         workers: int = 8,
     ):
-        """`overlap`: pairs with less or more than this are left out."""
         frames: list[Frame] = []
         pairs, weights = [np.empty((0, 2), np.int64)], [np.empty(0)]
         files = [Path(f) for f in scene_infos]
         for file in files:
             found, scene_pairs, score = read_scene_info(Path(root), file)
-            chosen = (score >= overlap[0]) & (score <= overlap[1])
-            if chosen.any():
-                share = torch.from_numpy(score[chosen])
-                pairs.append(scene_pairs[chosen] + len(frames))
-                weights.append(spread_weights(share, torch.ones_like(share)).numpy())
+            share = torch.from_numpy(score)
+            pairs.append(scene_pairs + len(frames))
+            weights.append(spread_weights(share, torch.ones_like(share)).numpy())
             frames += found
         if not sum(map(len, pairs)):
             named = ", ".join(map(str, files[:3])) or "no scene_info files"
@@ -133,7 +129,8 @@ def build_index(
         raise UserError(f"{root / DEPTHS}: no scenes but those of the benchmark, which are not trained on")
     if not scenes:
         raise UserError(f"{root / DEPTHS}: no scenes here; unpack MegaDepth v1 into {root}")
-    written = []
+    written: list[Path] = []
+    writable_folder(out)
     for scene in tqdm(scenes, desc="scenes", disable=len(scenes) < 2):
         try:
             model = read_model(_undistorted(root, scene, undistort))
@@ -141,7 +138,9 @@ def build_index(
         except UserError as e:
             log.warning("scene %s left out: %s", scene, e)
             continue
-        written.append(_save(out / f"{scene}_{overlap[0]}_{overlap[1]}.npz", info))
+        written.append(out / f"{scene}_{overlap[0]}_{overlap[1]}.npz")
+        with atomic_path(written[-1]) as temporary:
+            np.savez_compressed(temporary, **info)
     if not written:
         raise UserError(f"{root}: no scene has both an SfM model and depth maps")
     return written
@@ -231,15 +230,3 @@ def _undistort(model: Path, images: Path, out: Path, undistort: Undistort | None
         raise UserError(f"{model}: undistortion failed ({e})") from e
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _save(path: Path, info: dict) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as f:
-            np.savez_compressed(f, **info)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path

@@ -13,7 +13,6 @@ import logging
 import math
 import tarfile
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cv2
@@ -22,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prism_match.engine.photos import in_threads
 from prism_match.errors import UserError
 from prism_match.training.data.photometric import CALM, Draw, augment
 from prism_match.training.data.texture import flat_cells, forget_flat
@@ -53,25 +53,18 @@ class PhotoStore:
 
     @classmethod
     def load(
-        cls,
-        paths: str | Path | Iterable[str | Path],
-        size: int = 448,
-        workers: int = 8,
-        limit: int | None = None,
+        cls, paths: str | Path | Iterable[str | Path], size: int = 448, limit: int | None = None
     ) -> PhotoStore:
         """Photos of folders (recursively, tars inside them too), tars and files; `limit` keeps the first."""
         roots = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(p) for p in paths]
         photos: list[np.ndarray] = []
-        with ThreadPoolExecutor(workers) as pool:
-            jobs = ((name, pool.submit(_decode, data, size)) for name, data in _encoded(roots))
-            for name, job in _ahead(jobs, 8 * workers):
-                photo = job.result()
-                if photo is None:
-                    log.warning("skipped %s: not an image that can be decoded", name)
-                    continue
-                photos.append(photo)
-                if limit is not None and len(photos) >= limit:
-                    break
+        for _, photo in in_threads(_encoded(roots), lambda encoded: _decode(*encoded, size)):
+            if isinstance(photo, UserError):
+                log.warning("skipped %s", photo)
+                continue
+            photos.append(photo)
+            if limit is not None and len(photos) >= limit:
+                break
         if not photos:
             where = ", ".join(map(str, roots)) or "an empty list"
             raise UserError(f"no photos that can be decoded in {where}")
@@ -146,24 +139,14 @@ def _encoded_in_tar(path: Path) -> Iterator[tuple[str, bytes]]:
         raise UserError(f"{path}: not a tar file that can be read ({e})") from e
 
 
-def _ahead(jobs: Iterator, n: int) -> Iterator:
-    """The same items, with `n` of them always submitted ahead: bounds the encoded bytes held in memory."""
-    waiting: list = []
-    for job in jobs:
-        waiting.append(job)
-        if len(waiting) > n:
-            yield waiting.pop(0)
-    yield from waiting
-
-
-def _decode(data: bytes, size: int) -> np.ndarray | None:
-    """Gray, centre square, `size` x `size` uint8; None where the bytes are no image."""
+def _decode(name: str, data: bytes, size: int) -> np.ndarray:
+    """Gray, centre square, `size` x `size` uint8."""
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE)
-    except cv2.error:
-        return None
+    except cv2.error:  # of no bytes, or of too many pixels
+        image = None
     if image is None:
-        return None
+        raise UserError(f"{name}: not an image that can be decoded")
     side = min(image.shape)
     top, left = (image.shape[0] - side) // 2, (image.shape[1] - side) // 2
     image = image[top : top + side, left : left + side]
