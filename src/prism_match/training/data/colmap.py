@@ -17,6 +17,7 @@ from prism_match.colmap_model import Model, PosedView
 from prism_match.errors import UserError
 from prism_match.frames import read_depth, read_gray
 from prism_match.training.data.photometric import CALM, augment
+from prism_match.training.data.photos import mip_maps
 from prism_match.training.data.posed import OVERLAP_BINS, require_fit, scale_intrinsics, spread_weights
 from prism_match.training.pairs import CELL, PairBatch, cell_centres
 from prism_match.training.supervision import Warp, depth_at, warp_by_depth
@@ -63,6 +64,8 @@ def depth_path(depth_dir: Path | str, name: str) -> Path:
 
 ANCHORS = 32  # co-visible points kept for each pair, around which crops are taken
 MIP_LEVELS = 4
+TOLERANCE = 0.03  # relative depth difference up to which a point counts as seen by both images
+SMALLEST_CROP = 0.35  # its side, as a share of the image's shorter side
 # Pairs of which less is confirmed are left out: a camera may be right for one part of a scene and wrong for
 # another (a wrong focal length, a clock's dial that has turned).
 CONFIRMED = 0.3
@@ -95,18 +98,11 @@ class ColmapPairs:
         self,
         collections: Sequence[Collection],
         device: torch.device | str = "cpu",
-        tolerance: float = 0.03,
-        smallest_crop: float = 0.35,
         photometric: bool = True,
     ):
-        """`tolerance`: relative depth difference up to which a point counts as seen by both images.
-
-        `smallest_crop`: side of the smallest crop as a share of the image's shorter side.
-        `photometric`: photos of different days, but few of them, so each is changed as the others are.
-        """
+        """`photometric`: photos of different days, but few of them, so each is changed as the others are."""
         self.name = collections[0].name if len(collections) == 1 else "collections"
-        self.device = torch.device(device)
-        self.tolerance, self.smallest_crop, self.photometric = tolerance, smallest_crop, photometric
+        self.device, self.photometric = torch.device(device), photometric
         models = [read_model(c.model) for c in collections]
         loaded = [self._load(c, m) for c, m in zip(collections, models, strict=True)]
         self._fill_bank([photo for scene in loaded for photo in scene])
@@ -135,10 +131,11 @@ class ColmapPairs:
         return photos
 
     def _fill_bank(self, photos: list[_Photo]) -> None:
-        side = _round_up(max(max(p.gray.shape) for p in photos), 2 ** (MIP_LEVELS - 1))
+        side = max(max(p.gray.shape) for p in photos)
+        side += -side % 2 ** (MIP_LEVELS - 1)
         # Edges are repeated into the padding so that no dark seam bleeds into the smaller levels.
         bank = np.stack([np.pad(p.gray, [(0, side - n) for n in p.gray.shape], mode="edge") for p in photos])
-        self._mips = _mip_levels(torch.from_numpy(bank).to(self.device))
+        self._mips = mip_maps(torch.from_numpy(bank).to(self.device), MIP_LEVELS)
         side = max(max(p.depth.shape) for p in photos)
         bank = np.stack([np.pad(p.depth, [(0, side - n) for n in p.depth.shape]) for p in photos])
         self._depth = torch.from_numpy(bank).to(self.device)
@@ -238,7 +235,7 @@ class ColmapPairs:
             bounds = torch.cat([torch.zeros_like(far), far], 1) - 0.5
         relative = self._T[b] @ self._T_inverse[a]
         maps = self._depth[a], self._depth[b], self._K[a], self._K[b]
-        return warp_by_depth(points, *maps, relative, self.tolerance, bounds)
+        return warp_by_depth(points, *maps, relative, TOLERANCE, bounds)
 
     def __len__(self) -> int:
         """Number of pairs of photos; crops make many more of them."""
@@ -284,7 +281,7 @@ class ColmapPairs:
         size = self._size[view]
         whole = size.amin(1)
         high = torch.minimum(torch.maximum(2.5 * extent, 0.6 * whole), whole)
-        low = torch.minimum(torch.maximum(0.7 * extent, self.smallest_crop * whole), high)
+        low = torch.minimum(torch.maximum(0.7 * extent, SMALLEST_CROP * whole), high)
         side = low * (high / low) ** random[:, 0]
         corner = anchor + 0.5 - (0.15 + 0.7 * random[:, 1:]) * side[:, None]
         return torch.minimum(corner.clamp(min=0), size - side[:, None]), side
@@ -322,16 +319,3 @@ class _Photo:
     view: PosedView
     gray: np.ndarray  # h w, uint8
     depth: np.ndarray  # h w of the map, float32
-
-
-def _mip_levels(bank: Tensor) -> list[Tensor]:
-    """The photos v s s, then halved again and again."""
-    levels = [bank]
-    for _ in range(MIP_LEVELS - 1):
-        half = F.avg_pool2d(levels[-1][:, None].float(), 2)[:, 0]
-        levels.append(half.round().to(torch.uint8))
-    return levels
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

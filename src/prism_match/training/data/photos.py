@@ -30,6 +30,7 @@ from prism_match.training.pairs import PairBatch, cell_centres
 log = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = {".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+MAX_SCALE = 6.0  # between two views
 CANDIDATES = 4  # homography pairs drawn for each photo, of which the first with enough overlap is kept
 
 
@@ -47,7 +48,8 @@ class PhotoStore:
         self.sizes = [self.size]
         while self.sizes[-1] % 2 == 0 and self.sizes[-1] > 4:
             self.sizes.append(self.sizes[-1] // 2)
-        self.flat = torch.cat([_mip_maps(chunk, self.sizes) for chunk in photos.split(256)])
+        chunks = (mip_maps(chunk, len(self.sizes)) for chunk in photos.split(256))
+        self.flat = torch.cat([torch.cat([level.flatten(1) for level in levels], 1) for levels in chunks])
         small = self.flat[:, -sum(s * s for s in self.sizes[2:]) :][:, : self.sizes[2] ** 2] / 255.0
         self.tone = torch.stack([small.mean(1), small.std(1).clamp(min=0.02)], 1)  # n 2: mean and deviation
 
@@ -106,14 +108,13 @@ class PhotoStore:
         return torch.lerp(top, bottom, fy) / 255.0
 
 
-def _mip_maps(photos: Tensor, sizes: list[int]) -> Tensor:
-    """n s s uint8 -> n (sum of squared sizes) uint8; every level is the mean of 2x2 of the one before."""
-    level = photos.float().unsqueeze(1)
-    levels = [photos.flatten(1)]
-    for _ in sizes[1:]:
+def mip_maps(photos: Tensor, count: int) -> list[Tensor]:
+    """n s s uint8 -> `count` levels, each the mean of 2x2 of the one before."""
+    level, levels = photos.float().unsqueeze(1), [photos]
+    for _ in range(count - 1):
         level = F.avg_pool2d(level, 2)
-        levels.append(level.round().to(torch.uint8).flatten(1))
-    return torch.cat(levels, 1)
+        levels.append(level[:, 0].round().to(torch.uint8))
+    return levels
 
 
 def _encoded(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
@@ -192,7 +193,7 @@ def transform(h: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class PhotoPairs:
-    """Pairs of views of one photo related by a homography, with scale ratios of up to `max_scale`."""
+    """Pairs of views of one photo related by a homography, with scale ratios of up to MAX_SCALE."""
 
     name = "photos"
 
@@ -200,7 +201,6 @@ class PhotoPairs:
         self,
         store: PhotoStore,
         device: torch.device | str = "cpu",
-        max_scale: float = 6.0,
         photometric: bool = True,
         strangers: float = 0.06,
         compile: bool = False,
@@ -210,7 +210,7 @@ class PhotoPairs:
         images may have nothing in common. `compile` fuses the rendering into one kernel."""
         self.store, self.device = store.to(device), torch.device(device)
         self._render = torch.compile(render, dynamic=False) if compile else render
-        self.max_scale, self.photometric, self.strangers = max_scale, photometric, strangers
+        self.photometric, self.strangers = photometric, strangers
         self.calm = calm  # share of pairs that are changed little
 
     @torch.no_grad()
@@ -237,7 +237,7 @@ class PhotoPairs:
 
     def _choose_views(self, draw: Draw, b: int, size: int) -> Tensor:
         """b 2 3 3: the first of several random view pairs whose overlap is between 0.1 and 1."""
-        drawn = random_views(draw, b * CANDIDATES, size, self.max_scale)
+        drawn = random_views(draw, b * CANDIDATES, size)
         coarse = cell_centres(128, 128, self.device).view(1, -1, 2) * (size / 128)
         share = [_overlap(drawn[:, i], drawn[:, 1 - i], coarse, size) for i in range(2)]
         overlap = torch.maximum(*share).view(b, CANDIDATES)
@@ -286,7 +286,8 @@ def render(
 class Patches:
     """Random ellipses in one view which show something else."""
 
-    def __init__(self, draw: Draw, b: int, size: int, count: int = 4):
+    def __init__(self, draw: Draw, b: int, size: int):
+        count = 4
         self.x, self.y = draw.uniform(0, size, b, count, 1), draw.uniform(0, size, b, count, 1)
         present = draw.chance(0.4, b, 1, 1) & draw.chance(0.6, b, count, 1)
         self.rx = draw.log_uniform(0.03, 0.22, b, count, 1) * size * present
@@ -300,11 +301,9 @@ class Patches:
         return ((dx**self.power + dy**self.power < 1) & (self.rx > 0)).any(1)
 
 
-def random_views(draw: Draw, n: int, size: int, max_scale: float) -> Tensor:
-    """n 2 3 3: two views of one photo each, pixels -> photo in [0, 1].
-
-    The wide view covers much of the photo, the near one up to `max_scale` times less of it.
-    """
+def random_views(draw: Draw, n: int, size: int, max_scale: float = MAX_SCALE) -> Tensor:
+    """n 2 3 3: two views of one photo each, pixels -> photo in [0, 1]. The wide view covers much of the
+    photo, the near one up to `max_scale` times less of it."""
     ratio = max_scale ** draw.uniform(0, 1, n).pow(1.3)
     wide = draw.uniform(0.35, 0.52, n) * draw.uniform(0.6, 1, n).where(ratio < 2, torch.ones_like(ratio))
     extent = torch.stack([wide, wide / ratio], 1)  # half a view's side, in photo sides
@@ -328,21 +327,9 @@ def random_views(draw: Draw, n: int, size: int, max_scale: float) -> Tensor:
     ).view(n, 2, 3, 3)
     perspective = torch.stack([one, zero, zero, zero, one, zero, tilt[..., 0], tilt[..., 1], one], -1)
     half = size / 2
-    normalise = torch.stack(
-        [
-            one / half,
-            zero,
-            (0.5 - half) / half * one,
-            zero,
-            one / half,
-            (0.5 - half) / half * one,
-            zero,
-            zero,
-            one,
-        ],
-        -1,
-    ).view(n, 2, 3, 3)
-    return product(product(similarity, perspective.view(n, 2, 3, 3)), normalise)
+    step, start = one / half, (0.5 - half) / half * one  # of pixels from -1 to 1
+    normalise = torch.stack([step, zero, start, zero, step, start, zero, zero, one], -1)
+    return product(product(similarity, perspective.view(n, 2, 3, 3)), normalise.view(n, 2, 3, 3))
 
 
 def _overlap(source: Tensor, target: Tensor, points: Tensor, size: int) -> Tensor:
