@@ -415,7 +415,10 @@ def test_who_shares_a_camera(tmp_path):
     assert len(choose_cameras(images, CameraOptions(sharing="per-image")).cameras) == 6
     shared = choose_cameras(images | {"g": (None, (300, 400))}, CameraOptions(sharing="shared"))
     assert list(shared.of_image.values()) == [0] * 6 + [1]
-    assert shared.cameras[1]["params"] == [480.0, 150.0, 200.0, 0.0] and not shared.cameras[1]["prior"]
+    assert (
+        shared.cameras[1]["params"] == [480.0, 150.0, 200.0, 0.0]
+        and not shared.cameras[1]["has_prior_focal_length"]
+    )
 
 
 def test_given_intrinsics(tmp_path):

@@ -88,15 +88,13 @@ def localization(o: Options) -> Report:
         for scene, query, names in cases
     }
     by_name = dict(zip(jobs, cases, strict=True))
+    pnp: dict[str, Any] = {"threshold": threshold, "backend": backend, "seed": o.seed}
     clock = Clock()
     outcomes = {}
     for matched in match_jobs(jobs, method, resizing, o.run, clock):
         scene, query, _ = by_name[matched.query]
-        found = localize(
-            query, matched.found, scene.map_for(query.name), threshold=threshold, backend=backend, seed=o.seed
-        )
-        if found.T is None and matched.problems:
-            found = replace(found, problem="; ".join([found.problem, *matched.problems]))
+        world = scene.map_for(query.name)
+        found = localize(query, matched.found, world, **pnp, problems=matched.problems)
         outcomes[matched.query] = compare(scene.name, found, scene.truth[query.name])
     settings = {
         "size": resizing.side, "resize": str(resizing), "ransac": backend, "threshold": threshold,

@@ -53,11 +53,8 @@ class Localized:
 
     def to_dict(self) -> dict[str, object]:
         """For JSON."""
-        pose = None if self.T is None else [float(x) for x in pose_numbers(self.T)]
-        return {
-            "name": self.name, "pose": pose, "inliers": self.inliers,
-            "correspondences": self.correspondences, "references": self.references, "problem": self.problem,
-        }  # fmt: skip
+        pose = None if self.T is None else pose_numbers(self.T).tolist()
+        return {"pose": pose, **{k: v for k, v in vars(self).items() if k != "T"}}
 
 
 @dataclass(frozen=True)
@@ -79,20 +76,19 @@ def localize(
     backend: PnpBackend = "auto",
     seed: int = 0,
     min_inliers: int = LEAST,
+    problems: Sequence[str] = (),
 ) -> Localized:
     """found: names of map photos with the matches of (query, photo), in pixels of the files.
-    threshold: of RANSAC, in pixels of the query's camera."""
+    threshold: of RANSAC, in pixels of the query's camera. problems: why it was not matched with others."""
     parts: list[Correspondences] = []
-    references, problems = {}, []
+    references, problems = {}, list(problems)
     for name, matches in found:
+        references[name] = 0
         try:
-            part = lift_matches(query, name, matches, world)
+            parts.append(lift_matches(query, name, matches, world))
+            references[name] = len(parts[-1].scores)
         except UserError as error:
             problems.append(str(error))
-            references[name] = 0
-            continue
-        parts.append(part)
-        references[name] = len(part.scores)
     merged = merge(parts)
     count = len(merged.scores)
     pose = estimate_camera_pose(merged.pixels, merged.xyz, query.camera, threshold, backend, seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,10 +157,8 @@ def localize_photos(
                     continue
                 result = localize(
                     query, matched.found, mapped, threshold=options.max_error, backend=options.backend,
-                    seed=options.seed, min_inliers=options.min_inliers,
+                    seed=options.seed, min_inliers=options.min_inliers, problems=matched.problems,
                 )  # fmt: skip
-                if result.T is None:
-                    result = replace(result, problem="; ".join([result.problem, *matched.problems]))
                 results[name] = with_fallback(result, mapped, ranked[name]) if options.fallback else result
                 cameras[name] = {**asdict(query.camera), "from": origin}
         ordered = {q: results[q] for q in photos}

@@ -144,10 +144,8 @@ def cast(view: View, x: Tensor, y: Tensor) -> Hits:
     inverse_round, body = _nearest_round(view, x, y)
     is_round = inverse_round > inverse_rect
     flat, curved = _hit_rect(view, rect, x, y), _hit_round(view, body, x, y)
-    hits = Hits(*(
-        torch.where(is_round.unsqueeze(-1) if a.dim() == 3 else is_round, a, b)
-        for a, b in zip(vars(curved).values(), vars(flat).values(), strict=True)
-    ))  # fmt: skip
+    both = zip(vars(curved).values(), vars(flat).values(), strict=True)
+    hits = Hits(*(torch.where(is_round.unsqueeze(-1) if a.dim() == 3 else is_round, a, b) for a, b in both))
     hits.met = torch.maximum(inverse_rect, inverse_round) > 0
     hits.depth = torch.where(hits.met, hits.depth, FARTHEST)
     return hits
