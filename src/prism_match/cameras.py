@@ -160,11 +160,10 @@ def parse_camera(words: Sequence[str]) -> Camera:
         raise UserError(f"a camera is MODEL WIDTH HEIGHT PARAMS, not {' '.join(words)!r}")
     model, width, height, *params = words
     try:
-        return Camera(model, int(width), int(height), tuple(map(float, params)))
+        size, numbers = (int(width), int(height)), tuple(map(float, params))
     except ValueError as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"{' '.join(words)!r}: not a camera ({error})") from error
+    return Camera(model, *size, numbers)
 
 
 def read_camera_list(path: Path) -> dict[str, Camera]:

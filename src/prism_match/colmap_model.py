@@ -184,13 +184,8 @@ def _lines(file: Path) -> Iterator[str]:
 
 
 def _cameras_text(file: Path) -> dict[int, Camera]:
-    cameras = {}
-    for line in _lines(file):
-        if not line.strip():
-            continue
-        number, *words = line.split()
-        cameras[int(number)] = parse_camera(words)
-    return cameras
+    rows = [line.split() for line in _lines(file) if line.strip()]
+    return {int(number): parse_camera(words) for number, *words in rows}
 
 
 def _images_text(file: Path) -> list:

@@ -43,20 +43,17 @@ def held_bytes(item: Any) -> int:
     return sum(found.values())
 
 
-def in_blocks(pairs: np.ndarray, block: int) -> np.ndarray:
-    """m: the order of pairs (m 2, numbers of photos) in which those between one block of photos and another
-    come after each other, forth and back so that neighbouring blocks share one side."""
-    row, column = pairs[:, 0] // block, pairs[:, 1] // block
-    snake = np.where(row % 2 == 0, column, -column)
-    return np.lexsort((pairs[:, 1], pairs[:, 0], snake, row))
-
-
 def arrange(pairs: Sequence[tuple[Named, Named]], photos: int) -> list[int]:
-    """The order of the pairs in which about so many photos at a time are enough. Photos are numbered as they
-    come, so that neighbours in a list are neighbours here."""
+    """The order of the pairs in which about so many photos at a time are enough: those between one block of
+    photos and another come after each other, forth and back so that neighbouring blocks share one side.
+    Photos are numbered as they come, so that neighbours in a list are neighbours here."""
     number: dict[Named, int] = {}
     rows = [[number.setdefault(name, len(number)) for name in pair] for pair in pairs]
-    return in_blocks(np.array(rows, np.int64).reshape(-1, 2), max(1, photos // 2)).tolist()
+    first, second = np.array(rows, np.int64).reshape(-1, 2).T
+    block = max(1, photos // 2)
+    row, column = first // block, second // block
+    snake = np.where(row % 2 == 0, column, -column)
+    return np.lexsort((second, first, snake, row)).tolist()
 
 
 class FeatureCache:

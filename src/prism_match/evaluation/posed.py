@@ -56,16 +56,15 @@ def parse_pair(folder: Path, words: list[str]) -> PosePair:
 def in_resized_frames(pairs: list[PosePair], resizing: Resize) -> list[PosePair]:
     """The same pairs with intrinsics, and so the RANSAC threshold, in pixels of the resized images, as
     SuperGlue has them. Pairs whose images cannot be read stay as they are; they will fail by name."""
-    return [resized_frames(pair, resizing) for pair in pairs]
-
-
-def resized_frames(pair: PosePair, resizing: Resize) -> PosePair:
-    sizes = image_size(pair.image0), image_size(pair.image1)
-    if sizes[0] is None or sizes[1] is None:
-        return pair
-    frames = resizing(sizes[0]), resizing(sizes[1])
-    K0, K1 = scaling(sizes[0], frames[0]) @ pair.K0, scaling(sizes[1], frames[1]) @ pair.K1
-    return replace(pair, K0=K0, K1=K1, frame0=frames[0], frame1=frames[1])
+    resized = []
+    for pair in pairs:
+        size0, size1 = image_size(pair.image0), image_size(pair.image1)
+        if size0 is not None and size1 is not None:
+            frame0, frame1 = resizing(size0), resizing(size1)
+            K0, K1 = scaling(size0, frame0) @ pair.K0, scaling(size1, frame1) @ pair.K1
+            pair = replace(pair, K0=K0, K1=K1, frame0=frame0, frame1=frame1)
+        resized.append(pair)
+    return resized
 
 
 def read_calibrated(root: str | Path) -> list[PosePair]:

@@ -18,7 +18,7 @@ from prism_match.evaluation.localization import match_jobs, pnp_backend
 from prism_match.evaluation.options import Options
 from prism_match.evaluation.pairs import choose
 from prism_match.evaluation.published import LOCALIZATION
-from prism_match.evaluation.report import Report, Table, shorten
+from prism_match.evaluation.report import Report, Table, told
 from prism_match.files import writable_folder
 from prism_match.images import image_size
 from prism_match.maps.landmarks import Map, ScanMap, SfmMap
@@ -121,6 +121,5 @@ def submission(
         [[who, *values.values()] for who, values in LOCALIZATION[name].items()],
     )
     notes = [f"{path}: hand it in at visuallocalization.net to have it scored"]
-    if failed:
-        notes.append(f"without a pose of their own: {shorten([f'{k} ({v})' for k, v in failed.items()])}")
+    notes += told(failed, "queries without a pose of their own")
     return Report(summary, [table, published], notes=notes)

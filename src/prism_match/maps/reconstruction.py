@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -31,6 +31,7 @@ from prism_match.maps import pairs as pairing
 from prism_match.maps.cameras import CameraOptions, choose_cameras
 from prism_match.maps.colmap import colmap_error, write_database
 from prism_match.maps.report import PICTURES, write_report
+from prism_match.maps.retrieval import describe_files
 from prism_match.maps.stages import STAGES, Stages
 from prism_match.maps.tracks import (
     SharedKeypoints,
@@ -40,10 +41,7 @@ from prism_match.maps.tracks import (
     save_tracks,
     share_keypoints,
 )
-from prism_match.matcher import find_device
-
-if TYPE_CHECKING:
-    from prism_match.matcher import PairMatcher
+from prism_match.matcher import PairMatcher, find_device
 
 EXHAUSTIVE_UP_TO = 40  # images; beyond that "auto" retrieves
 PAIR_MODES = ("auto", "exhaustive", "sequential", "retrieval")
@@ -117,7 +115,8 @@ def _reconstruct(
     matched = match_images(files, out, options, make_matcher, progress)
     store, usable, broken = matched.store, matched.pairs, matched.broken
     if not usable:
-        raise UserError(f"{images}: no pair of its images was matched{because(broken)}")
+        first = f"; {len(broken)} cannot be read, the first: {next(iter(broken.values()))}" if broken else ""
+        raise UserError(f"{images}: no pair of its images was matched{first}")
     stages = Stages(out / STAGES)
     where = os.path.relpath(images.resolve(), out.resolve())
     stages.run("photos", where, images, lambda: where)
@@ -245,8 +244,6 @@ def choose_pairs(
 def retrieve_pairs(
     files: dict[str, Path], cache: Path, neighbours: int, matcher: PairMatcher, progress: bool
 ) -> tuple[np.ndarray, dict[str, str]]:
-    from prism_match.maps.retrieval import describe_files
-
     described, broken = describe_files(matcher, files.values(), cache, progress)
     told = {name: broken[path] for name, path in files.items() if path in broken}
     if len(described) < 2:
@@ -309,16 +306,12 @@ def no_model(images: Path, tracks: Path, verified: list[tuple[str, str, int]]) -
     """Why the mapper has found no pair of images to begin with."""
     shared, _ = load_tracks(tracks)
     motions = []
-    for (a, b), matches in shared.matches.items():
-        first, second = (
-            shared.keypoints[a].xy[matches.index[:, 0]],
-            shared.keypoints[b].xy[matches.index[:, 1]],
-        )
+    for names, matches in shared.matches.items():
+        first, second = (shared.keypoints[name].xy[matches.index[:, n]] for n, name in enumerate(names))
         motions.append(float(np.median(np.linalg.norm(first - second, axis=1))))
     if max(motions) < 1:
-        return (
-            f"{images}: the images are all the same: nothing moves between them, so there is no depth to find"
-        )
+        reason = "nothing moves between them, so there is no depth to find"
+        return f"{images}: the images are all the same: {reason}"
     most = max(n for _, _, n in verified)
     return (
         f"{images}: {len(verified)} pairs of images share up to {most} points, but none of them gives a "
@@ -335,13 +328,10 @@ def summarise(
     options: SfmOptions,
 ) -> dict[str, Any]:
     best = models[0]
+    numbers = ("registered", "points", "observations", "mean_track_length", "mean_reprojection_error")
     return {
         "images": len(files),
-        "registered": best["registered"],
-        "points": best["points"],
-        "observations": best["observations"],
-        "mean_track_length": best["mean_track_length"],
-        "mean_reprojection_error": best["mean_reprojection_error"],
+        **{key: best[key] for key in numbers},
         "not_registered": sorted(files.keys() - best["images"].keys() - matched.broken.keys()),
         "skipped": matched.broken,
         "other_models": [model["registered"] for model in models[1:]],
@@ -369,10 +359,6 @@ def upright_copies(files: dict[str, Path], folder: Path) -> dict[str, Path]:
             else:
                 shutil.copyfile(path, temporary)
     return copies
-
-
-def because(broken: dict[str, str]) -> str:
-    return f"; {len(broken)} cannot be read, the first: {next(iter(broken.values()))}" if broken else ""
 
 
 def working(what: str, progress: bool) -> Any:

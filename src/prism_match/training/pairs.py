@@ -67,6 +67,5 @@ class PairSource(Protocol):
 
 def cell_centres(height: int, width: int, device: torch.device | str = "cpu") -> Tensor:
     """h/8 w/8 2: the pixel (x, y) of each cell's centre, for an image of `height` x `width`."""
-    y = torch.arange(height // CELL, device=device) * CELL + (CELL - 1) / 2
-    x = torch.arange(width // CELL, device=device) * CELL + (CELL - 1) / 2
+    y, x = (torch.arange(n // CELL, device=device) * CELL + (CELL - 1) / 2 for n in (height, width))
     return torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from prism_match.errors import UserError
 from prism_match.files import atomic_path, load_object_arrays, writable_folder
 from prism_match.training.data.colmap import Model, read_model
-from prism_match.training.data.posed import Frame, PosedPairs, spread_weights
+from prism_match.training.data.posed import Frame, PosedPairs
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ KEYS = ("image_paths", "depth_paths", "intrinsics", "poses", "pair_infos")
 
 
 class MegaDepthPairs(PosedPairs):
-    """Pairs from `scene_info` files; every scene has the same weight, however many pairs it has."""
+    """Pairs from `scene_info` files."""
 
     def __init__(
         self,
@@ -41,20 +41,12 @@ class MegaDepthPairs(PosedPairs):
         device: torch.device | str = "cpu",
         workers: int = 8,
     ):
-        frames: list[Frame] = []
-        pairs, weights = [np.empty((0, 2), np.int64)], [np.empty(0)]
         files = [Path(f) for f in scene_infos]
-        for file in files:
-            found, scene_pairs, score = read_scene_info(Path(root), file)
-            share = torch.from_numpy(score)
-            pairs.append(scene_pairs + len(frames))
-            weights.append(spread_weights(share, torch.ones_like(share)).numpy())
-            frames += found
-        if not sum(map(len, pairs)):
+        scenes = [read_scene_info(Path(root), file) for file in files]
+        if not any(len(pairs) for _, pairs, _ in scenes):
             named = ", ".join(map(str, files[:3])) or "no scene_info files"
             raise UserError(f"MegaDepth: no usable pairs in {named}")
-        drawn = np.concatenate(pairs), np.concatenate(weights)
-        super().__init__("megadepth", frames, *drawn, device, workers, same_size=True)
+        super().__init__("megadepth", scenes, device, workers, same_size=True)
 
 
 @dataclass(frozen=True)

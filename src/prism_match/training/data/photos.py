@@ -239,8 +239,9 @@ class PhotoPairs:
         """b 2 3 3: the first of several random view pairs whose overlap is between 0.1 and 1."""
         drawn = random_views(draw, b * CANDIDATES, size)
         coarse = cell_centres(128, 128, self.device).view(1, -1, 2) * (size / 128)
-        share = [_overlap(drawn[:, i], drawn[:, 1 - i], coarse, size) for i in range(2)]
-        overlap = torch.maximum(*share).view(b, CANDIDATES)
+        x, y = coarse.unbind(-1)
+        seen = [_warp(drawn[:, i], drawn[:, 1 - i], x, y, size)[1] for i in range(2)]
+        overlap = torch.maximum(*(x.float().mean(1) for x in seen)).view(b, CANDIDATES)
         # First good candidate; where none is good, the one that overlaps most.
         order = torch.arange(CANDIDATES, 0, -1, device=self.device)
         best = torch.where(overlap > 0.12, order, overlap).argmax(1)
@@ -330,12 +331,6 @@ def random_views(draw: Draw, n: int, size: int, max_scale: float = MAX_SCALE) ->
     step, start = one / half, (0.5 - half) / half * one  # of pixels from -1 to 1
     normalise = torch.stack([step, zero, start, zero, step, start, zero, zero, one], -1)
     return product(product(similarity, perspective.view(n, 2, 3, 3)), normalise.view(n, 2, 3, 3))
-
-
-def _overlap(source: Tensor, target: Tensor, points: Tensor, size: int) -> Tensor:
-    """n: share of the points of the source view that the target view sees too."""
-    _, seen = _warp(source, target, points[..., 0], points[..., 1], size)
-    return seen.float().mean(1)
 
 
 def _warp(source: Tensor, target: Tensor, x: Tensor, y: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -92,18 +92,25 @@ class PosedPairs:
     def __init__(
         self,
         name: str,
-        frames: Sequence[Frame],
-        pairs: np.ndarray,
-        weights: np.ndarray,
-        device: torch.device | str = "cpu",
-        workers: int = 8,
+        scenes: Sequence[tuple[list[Frame], np.ndarray, np.ndarray]],
+        device: torch.device | str,
+        workers: int,
         same_size: bool = False,
     ):
-        """`pairs` n 2 are indices of `frames`; `weights` n need not sum to 1."""
-        self.name, self.frames, self.pairs = name, frames, pairs
-        self.device, self.same_size = torch.device(device), same_size
+        """`scenes`: the frames of each, pairs n 2 of them and their overlaps n. Every scene has the same
+        weight, however many pairs it has."""
+        self.name, self.device, self.same_size = name, torch.device(device), same_size
         self.broken: dict[str, str] = {}  # image path -> why it is skipped
-        self._cumulative = torch.from_numpy(np.cumsum(weights / weights.sum())).float()
+        self.frames: list[Frame] = []
+        pairs, weights = [], []
+        for frames, scene_pairs, overlap in scenes:
+            share = torch.from_numpy(overlap)
+            pairs.append(scene_pairs + len(self.frames))
+            weights.append(spread_weights(share, torch.ones_like(share)))
+            self.frames += frames
+        self.pairs = np.concatenate(pairs)
+        cumulative = torch.cat(weights).double().cumsum(0)
+        self._cumulative = (cumulative / cumulative[-1]).float()
         self._pool = ThreadPoolExecutor(workers)
 
     def __len__(self) -> int:
