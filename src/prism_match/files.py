@@ -125,20 +125,16 @@ class Lock:
     same name."""
 
     def __init__(self, path: Path, what: str):
-        self._file: IO[str] | None = None
         try:
-            file = path.open("a")
+            self._file = path.open("a")
         except OSError as error:
             raise UserError(f"{what}: cannot be written to ({error.strerror})") from error
-        if not _take(file):
-            file.close()
+        if not _take(self._file):
+            self.close()
             raise UserError(f"{what}: is in use by another run; wait for it, or choose another place")
-        self._file = file
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
     def __enter__(self) -> Lock:
         return self

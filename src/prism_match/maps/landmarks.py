@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import struct
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,32 +43,33 @@ class Lifted(NamedTuple):
     pixels: np.ndarray  # m 2: where in the photo that place is seen exactly
 
 
-class Map(Protocol):
-    @property
-    def names(self) -> Sequence[str]:
-        """Of the photos."""
-        ...
+class Map(ABC):
+    """Photos, and what lies behind their pixels."""
 
+    names: Sequence[str]  # of the photos
+
+    @abstractmethod
     def path(self, name: str) -> Path: ...
+
+    @abstractmethod
+    def lift(self, name: str, pixels: np.ndarray, scores: np.ndarray) -> Lifted:
+        """pixels: n 2, scores: n."""
 
     def camera(self, name: str) -> Camera | None:
         """None: not known."""
-        ...
-
-    def orientation(self, name: str) -> int:
-        """EXIF's, where the map has the pixels of the photo as it is stored; 1: as it is shown."""
-        ...
+        return None
 
     def pose(self, name: str) -> np.ndarray | None:
         """4 4, world to camera; None: not known."""
-        ...
+        return None
 
-    def lift(self, name: str, pixels: np.ndarray, scores: np.ndarray) -> Lifted:
-        """pixels: n 2, scores: n."""
-        ...
+    def orientation(self, name: str) -> int:
+        """EXIF's, where the map has the pixels of the photo as it is stored, as depth maps and scans do,
+        which know nothing of EXIF; 1: as it is shown."""
+        return exif_orientation(self.path(name))
 
 
-class SfmMap:
+class SfmMap(Map):
     def __init__(self, model: Model, image_dir: Path, radius: float | None = None, *, as_shown: bool = False):
         """radius: in pixels of the photos, how far from a point of the map a match may be; None: 1.2 % of
         the longer side. as_shown: the model has the pixels of the photos as EXIF turns them, as those of
@@ -151,7 +153,7 @@ def _within(
     return i[near], j[near], distance[near]
 
 
-class DepthMap:
+class DepthMap(Map):
     """Frames with depth maps, whose size may differ from that of the photos."""
 
     def __init__(self, frames: dict[str, Frame], per_metre: float = 1000.0):
@@ -174,9 +176,6 @@ class DepthMap:
                 return pinhole(frame.K, *image.size)
         except OSError as error:
             raise UserError(f"{frame.image}: cannot be read ({error})") from error
-
-    def orientation(self, name: str) -> int:
-        return exif_orientation(self.path(name))  # depth maps know nothing of EXIF
 
     def pose(self, name: str) -> np.ndarray:
         return self.poses[name]
@@ -202,7 +201,7 @@ def rigid(T: np.ndarray) -> np.ndarray:
     return pose_matrix(R, -R @ centre)
 
 
-class ScanMap:
+class ScanMap(Map):
     """InLoc's cutouts: beside each photo NAME lies NAME.mat with the position of each pixel in its scan,
     and under database/alignments the transformation of the scan into the building."""
 
@@ -212,15 +211,6 @@ class ScanMap:
 
     def path(self, name: str) -> Path:
         return self.root / name
-
-    def camera(self, name: str) -> None:
-        return None
-
-    def orientation(self, name: str) -> int:
-        return exif_orientation(self.path(name))
-
-    def pose(self, name: str) -> None:
-        return None
 
     def lift(self, name: str, pixels: np.ndarray, scores: np.ndarray) -> Lifted:
         scan, T = self._scan(self.root / f"{name}.mat"), read_scan_pose(self.root, name)

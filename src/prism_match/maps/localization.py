@@ -21,6 +21,7 @@ from prism_match.geometry import pose_matrix
 from prism_match.images import to_stored
 from prism_match.maps.landmarks import Map, stored_orientation
 from prism_match.maps.pnp import LEAST, PnpBackend, estimate_camera_pose
+from prism_match.maps.tracks import weighted_means
 from prism_match.matches import Matches
 from prism_match.polish import local_affine
 
@@ -149,11 +150,9 @@ def merge(parts: Iterable[Correspondences]) -> Correspondences:
     first = np.where(points < 0, np.arange(len(points)), first)
     near = np.linalg.norm(pixels - pixels[first], axis=1) <= MERGE_RADIUS
     group = np.where(near, first, np.arange(len(points)))
-    weight = np.maximum(scores, 1e-6)
-    total = np.bincount(group, weight, minlength=len(group))
+    mean, total = weighted_means(pixels, np.maximum(scores, 1e-6), group, len(group))
     kept = np.flatnonzero(total > 0)
-    mean = np.stack([np.bincount(group, weight * pixels[:, n], minlength=len(group)) for n in (0, 1)], 1)
-    return Correspondences(mean[kept] / total[kept, None], xyz[kept], points[kept], scores[kept])
+    return Correspondences(mean[kept], xyz[kept], points[kept], scores[kept])
 
 
 def with_fallback(result: Localized, world: Map, ranked: Sequence[str]) -> Localized:
