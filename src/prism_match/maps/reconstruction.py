@@ -29,7 +29,6 @@ from prism_match.images import exif_orientation, image_size, load_image
 from prism_match.maps import colmap
 from prism_match.maps import pairs as pairing
 from prism_match.maps.cameras import CameraOptions, choose_cameras
-from prism_match.maps.colmap import colmap_error, write_database
 from prism_match.maps.report import PICTURES, write_report
 from prism_match.maps.retrieval import describe_files
 from prism_match.maps.stages import STAGES, Stages
@@ -137,7 +136,7 @@ def _reconstruct(
 
     def fill_database() -> list[Any]:
         database.unlink(missing_ok=True)
-        return write_database(tracks, database, cameras, verify=colmap_error(store))[1]
+        return colmap.write_database(tracks, database, cameras, verify=colmap.colmap_error(store))[1]
 
     with working("verifying", progress):
         verified = [tuple(row) for row in stages.run("database", key, database, fill_database)]
@@ -149,7 +148,7 @@ def _reconstruct(
     key = short_hash([key, options.mapper])
     result = stages.run(
         "model", key, out / "sparse" / "0",
-        lambda: run_mapper(out, options, len(cameras.of_image), colmap_error(store), progress),
+        lambda: run_mapper(out, options, len(cameras.of_image), colmap.colmap_error(store), progress),
     )  # fmt: skip
     if not result["models"]:
         raise UserError(no_model(images, tracks, verified))
