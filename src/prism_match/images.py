@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -147,15 +148,14 @@ def exif_orientation(path: Path) -> int:
 
 
 def read_header(path: Path) -> tuple[tuple[int, int] | None, int]:
-    """Width, height as it is stored, and EXIF's orientation."""
+    """Width, height as it is stored, and EXIF's orientation; of damaged EXIF, as of none, 1."""
     import PIL.Image
 
-    try:
-        with PIL.Image.open(path) as image:
-            orientation = image.getexif().get(ORIENTATION, 1)
-            return image.size, orientation if orientation in range(2, 9) else 1
-    except (OSError, ValueError, SyntaxError):
-        return None, 1
+    size, orientation = None, 1
+    with suppress(OSError, ValueError, SyntaxError), PIL.Image.open(path) as image:
+        size = image.size
+        orientation = image.getexif().get(ORIENTATION, 1)
+    return size, orientation if orientation in range(2, 9) else 1
 
 
 def to_stored(

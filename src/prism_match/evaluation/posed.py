@@ -82,8 +82,13 @@ def read_calibrated(root: str | Path) -> list[PosePair]:
 
 def read_cameras(file: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """3 3 intrinsics and 4 4 pose, world to camera, by the name of the image."""
-    rows = parse_lines(file, lambda row: (row[0], np.array(row[1:], dtype=float).reshape(16)))
-    return {name: camera_matrices(numbers) for name, numbers in rows}
+
+    def parse(words: list[str]) -> tuple[str, tuple[np.ndarray, np.ndarray]]:
+        if len(words) != 17:
+            raise ValueError(f"{len(words)} words instead of image fx fy cx cy R (9 numbers) t (3)")
+        return words[0], camera_matrices(np.array(words[1:], dtype=float))
+
+    return dict(parse_lines(file, parse))
 
 
 def read_scene(file: Path) -> list[PosePair]:
