@@ -27,7 +27,6 @@ from typer.testing import CliRunner
 from prism_match import Matcher, UserError
 from prism_match.cli.eval import evaluate
 from prism_match.config import PRESETS
-from prism_match.engine.lock import lock_folder
 from prism_match.engine.methods import Plugin, Resized, ResizedImages, Sift, as_method, make_matches
 from prism_match.engine.photos import Resize, scale_points, scaling
 from prism_match.evaluation import Benchmark
@@ -44,7 +43,7 @@ from prism_match.evaluation.rgbd import bin_name, read_rgbd, spread_choice
 from prism_match.evaluation.runner import Result, Run
 from prism_match.evaluation.scannet import read_scannet
 from prism_match.evaluation.sweeps import THETA_C, THETA_P
-from prism_match.files import file_digest
+from prism_match.files import file_digest, lock_folder
 from prism_match.geometry import warp_points
 from prism_match.matches import Matches
 from prism_match.model.prism import PRISM

@@ -76,14 +76,14 @@ def scale_ratios(
     file = folder / f"scale_ratios_{resizing.side}.json" if folder else None
     known = read_ratios(file)
     unknown: dict[str, str] = {}
-    with progress_bar(len(pairs), 0, "scale ratios", run.progress) as tick:
+    with progress_bar(len(pairs), 0, "scale ratios", run.progress) as bar:
         for pair in pairs:
             if pair.name not in known:
                 try:
                     known[pair.name] = scale_ratio(pair, resizing)
                 except UserError as error:
                     unknown[pair.name] = str(error)
-            tick()
+            bar.update()
     if file is not None and file.parent.is_dir():
         write_json(file, {k: v if np.isfinite(v) else None for k, v in known.items()})
     names = {p.name for p in pairs}
