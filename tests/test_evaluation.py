@@ -728,9 +728,15 @@ def test_scale_ratios(tiny: Options, megadepth: Path, tmp_path: Path) -> None:
     assert report.summary["ratios"].keys() == {p.name for p in read_megadepth(megadepth)}
     assert report.summary["splits"]["[1, 2)"]["pairs"] == 5
     stored = tmp_path / "scale_ratios_160.json"
-    stored.write_text(json.dumps(dict.fromkeys(report.summary["ratios"], 3.5)))
+    stored.write_text(json.dumps(dict.fromkeys(json.loads(stored.read_text()), 3.5)))
     again = BENCHMARKS["megadepth-scale"](options)
     assert list(again.summary["splits"]) == ["[3, 4)"], "ratios come from the cache"
+    shutil.copytree(megadepth, tmp_path / "md")
+    with h5py.File(tmp_path / "md" / "depths" / "0.h5", "r+") as file:
+        file["depth"][...] = file["depth"][...] * 1.001
+    changed = BENCHMARKS["megadepth-scale"](replace(options, data=tmp_path / "md"))
+    worked_out = [name for name, ratio in changed.summary["ratios"].items() if ratio != 3.5]
+    assert 0 < len(worked_out) < 5, "but not for depth that has changed"
 
 
 def test_pairs_without_depth_are_told(tiny: Options, megadepth: Path, tmp_path: Path) -> None:

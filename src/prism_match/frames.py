@@ -51,7 +51,10 @@ def read_gray(path: Path | str) -> np.ndarray:
         raise UserError(f"{path}: cannot be read ({e.strerror})") from e
     # EXIF rotation is ignored on purpose: poses and depth refer to the pixels as stored.
     flags = cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION
-    image = cv2.imdecode(data, flags) if data.size else None
+    try:
+        image = cv2.imdecode(data, flags) if data.size else None
+    except cv2.error:  # more pixels than it takes
+        image = None
     if image is None:
         raise UserError(f"{path}: not an image that can be decoded")
     return image

@@ -37,7 +37,7 @@ REWEIGHED = 2  # times, by how well they fit, the matches around one that tell h
 # Rounds of polishing: the first time matches may be off by pixels, at each larger size by less than one.
 FIRST_ROUNDS, MORE_ROUNDS = 3, 2
 MOST_ZOOM = 4.0  # times the size that is matched: larger photos are polished at no more
-EXTRACTED_AT_ONCE = 2**20  # pixels: larger images fill a GPU one at a time, and take the less memory
+EXTRACTED_AT_ONCE = 2**20  # pixels: larger images fill a GPU one at a time, as all images fill a CPU
 KEPT = 4 * 2**20  # bytes of an image from memory that a result keeps a copy of, for pictures
 
 
@@ -111,13 +111,12 @@ class PairMatcher:
     def extract_prepared(self, prepared: Sequence[Prepared]) -> list[ImageFeatures]:
         results: dict[int, ImageFeatures] = {}
         for group in group_by(list(enumerate(prepared)), lambda x: x[1].gray.shape):
-            at_once = max(1, EXTRACTED_AT_ONCE // group[0][1].gray.size)
+            at_once = max(1, EXTRACTED_AT_ONCE // group[0][1].gray.size) if self.device.type == "cuda" else 1
             for start in range(0, len(group), at_once):
                 some = group[start : start + at_once]
                 features = self._extract([p for _, p in some])
-                results |= {
-                    n: ImageFeatures(p, f, self.pyramid(p)) for (n, p), f in zip(some, features, strict=True)
-                }
+                for (n, p), f in zip(some, features, strict=True):
+                    results[n] = ImageFeatures(p, f, p.pyramid(self.device) if self.polish else None)
         return [results[n] for n in range(len(prepared))]
 
     def match_extracted(
@@ -161,14 +160,6 @@ class PairMatcher:
         # Views of one batch would hold all of its memory as long as any of them is needed.
         parts = zip(features.coarse.split(1), features.fine.split(1), features.valid.split(1), strict=True)
         return [Features(*(tensor.clone() for tensor in part)) for part in parts]
-
-    def pyramid(self, prepared: Prepared) -> Pyramid | None:
-        if not self.polish:
-            return None
-        # A turned image is a view with negative strides, which tensors cannot have.
-        image = np.ascontiguousarray(prepared.gray if prepared.sharp is None else prepared.sharp)
-        with stage("polish"):
-            return Pyramid(torch.from_numpy(image)[None].to(self.device), LEVELS + halvings(prepared.zoom))
 
     @torch.inference_mode()
     def _match_batch(self, pairs: list[FeaturesPair], details: bool) -> list[Matches]:
@@ -280,6 +271,13 @@ class Prepared:
         (height, width), (h, w) = self.sharp.shape, self.gray.shape
         return width / w, height / h
 
+    def pyramid(self, device: torch.device) -> Pyramid:
+        """To polish by."""
+        # A turned image is a view with negative strides, which tensors cannot have.
+        image = np.ascontiguousarray(self.gray if self.sharp is None else self.sharp)
+        with stage("polish"):
+            return Pyramid(torch.from_numpy(image)[None].to(device), LEVELS + halvings(self.zoom))
+
     @property
     def cell_count(self) -> int:
         """Cells to look at."""
@@ -324,7 +322,7 @@ class ImageFeatures:
 
     prepared: Prepared
     features: Features
-    pyramid: Pyramid | None  # to polish by
+    pyramid: Pyramid | None = None  # to polish by
 
     def masked(self, mask: MaskLike) -> ImageFeatures:
         return self if mask is None else replace(self, prepared=self.prepared.masked(mask))
@@ -340,13 +338,15 @@ class ImageFeatures:
         return plain, {"name": p.name, "width": str(p.size[0]), "height": str(p.size[1])}
 
     @staticmethod
-    def unpack(tensors: dict[str, Tensor], texts: dict[str, str], matcher: PairMatcher) -> ImageFeatures:
+    def unpack(
+        tensors: dict[str, Tensor], texts: dict[str, str], device: torch.device, polish: bool
+    ) -> ImageFeatures:
         """What `pack` gave."""
         size = int(texts["width"]), int(texts["height"])
         sharp, mask = (tensors[k].numpy() if k in tensors else None for k in ("sharp", "mask"))
         prepared = Prepared(tensors["gray"].numpy(), size, texts["name"], None, mask, sharp=sharp)
-        features = Features(*(tensors[k].to(matcher.device) for k in ("coarse", "fine", "valid")))
-        return ImageFeatures(prepared, features, matcher.pyramid(prepared))
+        features = Features(*(tensors[k].to(device) for k in ("coarse", "fine", "valid")))
+        return ImageFeatures(prepared, features, prepared.pyramid(device) if polish else None)
 
 
 FeaturesPair: TypeAlias = tuple[ImageFeatures, ImageFeatures]

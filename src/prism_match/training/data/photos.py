@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prism_match.engine.photos import in_threads
+from prism_match.engine.photos import IMAGE_SUFFIXES, in_threads
 from prism_match.errors import UserError
 from prism_match.training.data.photometric import CALM, Draw, augment
 from prism_match.training.data.texture import flat_cells, forget_flat
@@ -29,7 +29,6 @@ from prism_match.training.pairs import PairBatch, cell_centres
 
 log = logging.getLogger(__name__)
 
-IMAGE_SUFFIXES = {".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 MAX_SCALE = 6.0  # between two views
 CANDIDATES = 4  # homography pairs drawn for each photo, of which the first with enough overlap is kept
 
@@ -121,7 +120,7 @@ def _encoded(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
     """Name and encoded bytes of each image under `paths`, in a stable order."""
     for path in paths:
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES | {".tar"})
+            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in (*IMAGE_SUFFIXES, ".tar"))
             yield from _encoded([p for p in inside if p.is_file()])
         elif path.suffix.lower() == ".tar":
             yield from _encoded_in_tar(path)
