@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prism_match.config import PRESETS, ModelConfig
+from prism_match.model import kernels
 from prism_match.model.fast import AutocastPRISM, FastPRISM, arranged, is_supported
 from prism_match.model.prism import PRISM, Features
 
@@ -223,3 +224,34 @@ def test_the_host_waits_once_in_each_mpm_and_launches_few_kernels() -> None:
     # As counted on a CPU, where some that are one kernel on a GPU are several.
     assert kernel.count.total() < 850, kernel.count
     assert backbone.count.total() <= 50, backbone.count
+
+
+class Fused:
+    """Stands in for the kernels of a GPU: they give what the plain ones give."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "activate":
+            return lambda x, bias, more: torch.relu(x + bias.view(-1, 1, 1) + more)
+        return getattr(kernels, name)
+
+
+def test_kernels_that_do_not_work_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without_a_compiler(*_: Any) -> None:
+        raise RuntimeError("Failed to find C compiler.")
+
+    device, good = torch.device("cpu"), Fused()
+    monkeypatch.setattr(kernels, "triton_kernels", good)
+    for rotate, said in (
+        (kernels.rotate, ""),
+        (lambda x, *_: x, "rotate"),
+        (without_a_compiler, "C compiler"),
+    ):
+        good.rotate = rotate
+        kernels.kernels_work.cache_clear()
+        caplog.clear()
+        assert kernels.kernels_work(device) == (not said)
+        assert kernels.kernels_work(device) == (not said)
+        assert len(caplog.records) == (1 if said else 0) and said in caplog.text  # once
+    kernels.kernels_work.cache_clear()

@@ -25,9 +25,9 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from prism_match.config import ModelConfig
 from prism_match.model.ablations import absolute_encoding
-from prism_match.model.attention import SADPA, merge_heads, split_heads
-from prism_match.model.backbone import ConvNorm, ResNetFPN
-from prism_match.model.kernels import attend_segments, rotate
+from prism_match.model.attention import SADPA
+from prism_match.model.backbone import ConvNorm, ResidualBlock, ResNetFPN, Smooth
+from prism_match.model.kernels import add_upsampled, attend_segments, attend_windows, convolve, rotate
 from prism_match.model.matching import away_from_border, mutual_matches
 from prism_match.model.mpm import MPM, LayerState
 from prism_match.model.prism import (
@@ -46,6 +46,7 @@ from prism_match.model.refinement import FINE_PER_CELL, Refinement, expectation
 from prism_match.model.tokens import map_extent
 from prism_match.stages import stage
 
+SLOPE = 0.01  # of `F.leaky_relu`
 LAYOUT_CELLS = 2**20  # of the maps seen last, whose tables are kept: about 64 MiB
 
 
@@ -81,7 +82,7 @@ class FastPRISM:
 
     def __init__(self, model: PRISM, dtype: torch.dtype):
         self.config, self.dtype = model.config, dtype
-        self.backbone = fused(model.backbone, dtype)
+        self.backbone = FastBackbone(model.backbone, dtype)
         self.mpms = [FastMPM(mpm, dtype) for mpm in model.mpms]  # type: ignore[arg-type]
         self.refinement = FastRefinement(model.refinement, dtype)
         self.layouts: OrderedDict[tuple, Layout] = OrderedDict()
@@ -387,15 +388,15 @@ class FastRefinement:
         both = self.of_window(both) + self.of_cell(table[cells.flatten()])[:, None]  # 2m w*w c
         (to_heads, ffn), (to_heads1, ffn1) = self.layers
         query, value = self.split(to_heads(both))
-        both = both + ffn(torch.cat([both, self.attend(query, value)], dim=-1))
+        both = both + ffn(torch.cat([both, attend_windows(query, value).flatten(2)], dim=-1))
         query, value = self.split(to_heads1(both))
         (first, second), (query0, query1), (value0, value1) = (
             x.tensor_split(2) for x in (both, query, value)
         )
-        second = second + ffn1(torch.cat([second, self.attend(query1, value0)], dim=-1))
+        second = second + ffn1(torch.cat([second, attend_windows(query1, value0).flatten(2)], dim=-1))
         # The heat map asks for nothing of the first window but its middle.
-        first, query0 = first[:, middle : middle + 1], query0[:, :, middle : middle + 1]
-        first = first + ffn1(torch.cat([first, self.attend(query0, value1)], dim=-1))
+        first, query0 = first[:, middle : middle + 1], query0[:, middle : middle + 1]
+        first = first + ffn1(torch.cat([first, attend_windows(query0, value1).flatten(2)], dim=-1))
         return self.heat(first[:, 0], second.unflatten(1, (self.window, self.window)))
 
     def cut(self, fine: Tensor, place: Tensor, shape: Shape) -> Tensor:
@@ -410,13 +411,39 @@ class FastRefinement:
         return fine.permute(0, 2, 3, 1).reshape(-1, fine.shape[1])[rows]
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        query, value = (split_heads(t, self.heads) for t in x.chunk(2, dim=-1))
+        query, value = (t.unflatten(-1, (self.heads, -1)) for t in x.chunk(2, dim=-1))
         return query, value
 
-    def attend(self, query: Tensor, value: Tensor) -> Tensor:
-        if query.numel() == 0:
-            return merge_heads(query)
-        return merge_heads(F.scaled_dot_product_attention(query, value, value))
+
+class FastBackbone:
+    """Batch norms are part of the convolutions; what is added to a map and its ReLU are one pass over it."""
+
+    def __init__(self, backbone: ResNetFPN, dtype: torch.dtype):
+        self.parts = fused(backbone, dtype)
+
+    def __call__(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        """As `ResNetFPN`: the coarse map and the fine one."""
+        p = self.parts
+        x2 = convolve(image, p.stem)  # type: ignore[arg-type]
+        for block in p.stage2:
+            x2 = residual(block, x2)  # type: ignore[arg-type]
+        x4 = x2
+        for block in p.stage4:
+            x4 = residual(block, x4)  # type: ignore[arg-type]
+        x8 = x4
+        for block in p.stage8:
+            x8 = residual(block, x8)  # type: ignore[arg-type]
+        coarse = p.coarse(x8)
+        y4 = smooth(p.smooth4, add_upsampled(p.lateral4(x4), coarse))
+        return coarse, smooth(p.smooth2, add_upsampled(p.lateral2(x2), y4))
+
+
+def residual(block: ResidualBlock, x: Tensor) -> Tensor:
+    return convolve(convolve(x, block.conv1), block.conv2, block.shortcut(x))  # type: ignore[arg-type]
+
+
+def smooth(layer: Smooth, x: Tensor) -> Tensor:
+    return layer.conv2(convolve(x, layer.conv1, slope=SLOPE))  # type: ignore[arg-type]
 
 
 def fused(backbone: ResNetFPN, dtype: torch.dtype) -> ResNetFPN:
@@ -426,6 +453,10 @@ def fused(backbone: ResNetFPN, dtype: torch.dtype) -> ResNetFPN:
         for name, child in list(parent.named_children()):
             if isinstance(child, ConvNorm):
                 setattr(parent, name, fuse_conv_bn_eval(child[0], child[1]))  # type: ignore[arg-type,type-var]
+    for block in backbone.modules():  # both are added to the same map
+        if isinstance(block, ResidualBlock) and isinstance(block.shortcut, nn.Conv2d):
+            block.conv2.bias.data += block.shortcut.bias.data  # type: ignore[union-attr,operator]
+            block.shortcut.bias = None
     return backbone.to(dtype=dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 

@@ -1,12 +1,16 @@
-"""What PyTorch has no single operation for, each in its plain form; on a GPU the one of `triton_kernels`."""
+"""What PyTorch has no single operation for, each in its plain form; on a GPU the one of `triton_kernels`, if
+all of those give the same in a trial."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 try:
     from prism_match.model import triton_kernels
@@ -14,12 +18,61 @@ except ImportError:  # no Triton here, which is so on every machine without a GP
     triton_kernels = None  # type: ignore[assignment]
 
 
+log = logging.getLogger(__name__)
+
+
 def is_power_of_two(n: int) -> bool:
     return n & (n - 1) == 0
 
 
 def has_kernels(x: Tensor) -> bool:
-    return x.is_cuda and triton_kernels is not None
+    return x.is_cuda and kernels_work(x.device)
+
+
+@lru_cache
+def kernels_work(device: torch.device) -> bool:
+    """Tried once: Triton needs a C compiler and a GPU that it knows, and not every machine has both."""
+    if triton_kernels is None:
+        return False
+    try:
+        wrong = failed_trials(device)
+    except Exception as error:  # whatever a compiler may say
+        wrong = [(str(error).strip() or type(error).__name__).splitlines()[-1]]
+    if wrong:
+        log.warning(
+            "fused kernels do not work on this GPU (%s): matching is slower without", ", ".join(wrong)
+        )
+    return not wrong
+
+
+def failed_trials(device: torch.device) -> list[str]:
+    """The names of those that do not give what their plain forms give."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    x = draw(1, 16, 5, 6)
+    trials: list[tuple[str, Callable[..., Any], tuple[Tensor, ...]]] = [
+        ("rotate", rotate, (draw(20, 2, 16), draw(30, 2), torch.arange(20) + 3, draw(2, 8, 2))),
+        ("add_upsampled", add_upsampled, (x, draw(1, 16, 3, 3))),
+        (
+            "activate",
+            lambda y, bias, more: F.relu(y + bias.view(-1, 1, 1) + more),
+            (x, draw(16), draw(1, 16, 5, 6)),
+        ),
+        ("attend_windows", attend_windows, (draw(3, 25, 2, 32), draw(3, 25, 2, 32))),
+        ("log_sum_exp", log_sum_exp, (10 * draw(300, 70),)),
+        ("best_of", best_of, (10 * draw(300, 70), draw(300), draw(70))),
+    ]
+    wrong = []
+    for name, plain, arguments in trials:
+        expected = plain(*arguments)
+        found = getattr(triton_kernels, name)(*(a.to(device) for a in arguments))
+        pairs = zip(*((y,) if isinstance(y, Tensor) else y for y in (expected, found)), strict=True)
+        if not all(torch.allclose(a.float(), b.cpu().float(), rtol=0.01, atol=0.02) for a, b in pairs):
+            wrong.append(name)
+    return wrong
 
 
 @lru_cache
@@ -45,6 +98,41 @@ def add_upsampled(x: Tensor, low: Tensor) -> Tensor:
         return triton_kernels.add_upsampled(x, low)
     up = F.interpolate(low, scale_factor=2.0, mode="bilinear", align_corners=False)
     return x + up[..., : x.shape[2], : x.shape[3]]
+
+
+def convolve(x: Tensor, conv: nn.Conv2d, residual: Tensor | None = None, slope: float = 0.0) -> Tensor:
+    """ReLU, below zero of that slope, of the convolution of x (b c h w) and a residual."""
+    if has_kernels(x):  # PyTorch adds a bias in a pass of its own, and so what comes after it
+        y = F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
+        return triton_kernels.activate(y, conv.bias, residual, slope)  # type: ignore[arg-type]
+    y = conv(x) if residual is None else conv(x) + residual
+    return F.leaky_relu(y, slope) if slope else F.relu(y)
+
+
+def attend_windows(query: Tensor, value: Tensor) -> Tensor:
+    """Attention within n small windows, whose keys are the values: query: n k h d; value: n m h d."""
+    dim, most = query.shape[-1], max(query.shape[1], value.shape[1])
+    if has_kernels(query) and is_power_of_two(dim) and dim >= 16 and most <= 64:
+        return triton_kernels.attend_windows(query, value)
+    if query.numel() == 0:
+        return query
+    q, v = query.transpose(1, 2), value.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, v, v).transpose(1, 2)
+
+
+def log_sum_exp(s: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the rows and of the columns of s (n m)."""
+    if has_kernels(s):
+        return triton_kernels.log_sum_exp(s)
+    return s.logsumexp(dim=1), s.logsumexp(dim=0)
+
+
+def best_of(s: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of 2 s + rows (n) + columns (m): the highest of each row and where it is, and so of each column."""
+    if has_kernels(s):
+        return triton_kernels.best_of(s, rows, columns)
+    total = 2 * s + rows[:, None] + columns
+    return *total.max(dim=1), *total.max(dim=0)
 
 
 def attend_segments(

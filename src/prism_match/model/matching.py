@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism_match.config import ModelConfig
+from prism_match.model.kernels import best_of, log_sum_exp
 from prism_match.model.mpm import LayerState
 from prism_match.model.tokens import map_extent
 
@@ -78,26 +79,26 @@ def mutual_matches(
     row_norms, column_norm = [], None
     for a, b in zip(starts, stop, strict=True):
         s = similarity(tokens0[a:b], tokens1, temperature) if single is None else single
-        row_norms.append(s.logsumexp(dim=1))
-        part = s.logsumexp(dim=0)
+        row_norm, part = log_sum_exp(s)
+        row_norms.append(row_norm)
         column_norm = part if column_norm is None else torch.logaddexp(column_norm, part)
     assert column_norm is not None
 
+    # log P = 2 S + a term of the row + a term of the column
+    row_term, column_term = -torch.cat(row_norms), -column_norm
+    if log_nmi0 is not None and log_nmi1 is not None:
+        row_term, column_term = row_term + log_nmi0, column_term + log_nmi1
     row_best, row_arg = [], []
     column_best = torch.full((m,), -torch.inf, device=tokens0.device)
     column_arg = torch.zeros(m, dtype=torch.int64, device=tokens0.device)
-    for (a, b), row_norm in zip(zip(starts, stop, strict=True), row_norms, strict=True):
+    for a, b in zip(starts, stop, strict=True):
         s = similarity(tokens0[a:b], tokens1, temperature) if single is None else single
-        log_p = 2 * s - row_norm[:, None] - column_norm
-        if log_nmi0 is not None and log_nmi1 is not None:
-            log_p = log_p + (log_nmi0[a:b, None] + log_nmi1)
-        best, arg = log_p.max(dim=1)
+        best, arg, best_in_column, arg_in_column = best_of(s, row_term[a:b], column_term)
         row_best.append(best)
         row_arg.append(arg)
-        best, arg = log_p.max(dim=0)
-        better = best > column_best
-        column_best = torch.where(better, best, column_best)
-        column_arg = torch.where(better, arg + a, column_arg)
+        better = best_in_column > column_best
+        column_best = torch.where(better, best_in_column, column_best)
+        column_arg = torch.where(better, arg_in_column + a, column_arg)
 
     confidence, partner = torch.cat(row_best).exp(), torch.cat(row_arg)
     i = torch.arange(n, device=tokens0.device)

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ROWS = 256  # of a matrix, that one program goes through for its columns
+
 
 @triton.jit
 def _rotate(
@@ -140,3 +142,166 @@ def windows(
             RADIUS=radius, SIDE=side, BLOCK=triton.next_power_of_2(side * side),
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _activate(x, bias, residual, slope, n, C: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < n
+    value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+    value += tl.load(bias + at % C, mask=there, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        value += tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
+    value = tl.where(value > 0, value, slope * value)
+    tl.store(x + at, value.to(x.dtype.element_ty), mask=there)
+
+
+def activate(x: Tensor, bias: Tensor, residual: Tensor | None = None, slope: float = 0.0) -> Tensor:
+    """In the place of x."""
+    x = x.contiguous(memory_format=torch.channels_last)
+    if residual is not None:
+        residual = residual.contiguous(memory_format=torch.channels_last)
+    block = 1024
+    with torch.cuda.device(x.device):
+        _activate[(triton.cdiv(x.numel(), block),)](
+            x, bias, x if residual is None else residual, slope, x.numel(),
+            C=x.shape[1], RESIDUAL=residual is not None, BLOCK=block,
+        )  # fmt: skip
+    return x
+
+
+@triton.jit
+def _attend_windows(
+    query, value, out, scale, q_window, q_token, q_head, v_window, v_token, v_head,
+    K: tl.constexpr, M: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    window = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    k = tl.arange(0, BK)
+    m = tl.arange(0, BM)
+    d = tl.arange(0, D)
+    at_q = query + window * q_window + head * q_head + k[:, None] * q_token + d[None, :]
+    q = tl.load(at_q, mask=k[:, None] < K, other=0.0)
+    at_v = value + window * v_window + head * v_head + m[:, None] * v_token + d[None, :]
+    v = tl.load(at_v, mask=m[:, None] < M, other=0.0)
+    s = tl.dot(q, tl.trans(v)).to(tl.float32) * scale
+    s = tl.where(m[None, :] < M, s, float("-inf"))
+    p = tl.exp(s - tl.max(s, axis=1)[:, None])
+    p = p / tl.sum(p, axis=1)[:, None]
+    message = tl.dot(p.to(v.dtype), v)
+    to = out + ((window * K + k[:, None]) * H + head) * D + d[None, :]
+    tl.store(to, message.to(out.dtype.element_ty), mask=k[:, None] < K)
+
+
+def attend_windows(query: Tensor, value: Tensor) -> Tensor:
+    n, k, heads, dim = query.shape
+    out = torch.empty((n, k, heads, dim), dtype=query.dtype, device=query.device)
+    if n == 0:
+        return out
+    with torch.cuda.device(query.device):
+        _attend_windows[(n, heads)](
+            query, value, out, dim**-0.5, *query.stride()[:3], *value.stride()[:3],
+            K=k, M=value.shape[1], H=heads, D=dim,
+            BK=max(16, triton.next_power_of_2(k)), BM=max(16, triton.next_power_of_2(value.shape[1])),
+            num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _row_sums(s, out, m, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    highest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, m, BLOCK):
+        value = tl.load(s + row * m + start + k, mask=start + k < m, other=float("-inf"))
+        higher = tl.maximum(highest, value)
+        # A lane that has seen nothing yet must not take -inf from -inf.
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(highest - safe) + tl.exp(value - safe)
+        highest = higher
+    top = tl.max(highest, axis=0)
+    tl.store(out + row, top + tl.log(tl.sum(total * tl.exp(highest - top), axis=0)))
+
+
+@triton.jit
+def _column_sums(s, highest_out, total_out, n, m, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = column < m
+    first = tl.program_id(1) * ROWS
+    highest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in range(ROWS):
+        row = first + i + tl.zeros((BLOCK,), tl.int32)
+        value = tl.load(s + row.to(tl.int64) * m + column, mask=there & (row < n), other=float("-inf"))
+        higher = tl.maximum(highest, value)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(highest - safe) + tl.exp(value - safe)
+        highest = higher
+    to = tl.program_id(1) * m + column
+    tl.store(highest_out + to, highest, mask=there)
+    tl.store(total_out + to, total, mask=there)
+
+
+def log_sum_exp(s: Tensor) -> tuple[Tensor, Tensor]:
+    n, m = s.shape
+    rows, parts = torch.empty(n, device=s.device), triton.cdiv(n, ROWS)
+    highest, total = torch.empty((2, parts, m), device=s.device)
+    with torch.cuda.device(s.device):
+        _row_sums[(n,)](s, rows, m, BLOCK=1024)
+        _column_sums[(triton.cdiv(m, 128), parts)](s, highest, total, n, m, ROWS=ROWS, BLOCK=128)
+    return rows, (highest + total.log()).logsumexp(dim=0)
+
+
+@triton.jit
+def _row_best(s, rows, columns, best_out, arg_out, m, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    where = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, m, BLOCK):
+        there = start + k < m
+        value = 2 * tl.load(s + row * m + start + k, mask=there, other=float("-inf"))
+        value += tl.load(columns + start + k, mask=there, other=0.0)
+        better = value > best
+        best = tl.where(better, value, best)
+        where = tl.where(better, start + k, where)
+    top = tl.max(best, axis=0)
+    # The first of equals.
+    place = tl.min(tl.where(best == top, where, m), axis=0)
+    tl.store(best_out + row, top + tl.load(rows + row))
+    tl.store(arg_out + row, place.to(tl.int64))
+
+
+@triton.jit
+def _column_best(s, rows, columns, best_out, arg_out, n, m, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = column < m
+    first = tl.program_id(1) * ROWS
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    where = tl.zeros((BLOCK,), tl.int32)
+    for i in range(ROWS):
+        row = first + i + tl.zeros((BLOCK,), tl.int32)
+        value = 2 * tl.load(s + row.to(tl.int64) * m + column, mask=there & (row < n), other=float("-inf"))
+        value += tl.load(rows + row, mask=row < n, other=0.0)
+        better = value > best
+        best = tl.where(better, value, best)
+        where = tl.where(better, row, where)
+    own = tl.load(columns + column, mask=there, other=0.0)
+    to = tl.program_id(1) * m + column
+    tl.store(best_out + to, best + own, mask=there)
+    tl.store(arg_out + to, where.to(tl.int64), mask=there)
+
+
+def best_of(s: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, m = s.shape
+    parts = triton.cdiv(n, ROWS)
+    row_best, row_arg = torch.empty(n, device=s.device), torch.empty(n, dtype=torch.int64, device=s.device)
+    best = torch.empty((parts, m), device=s.device)
+    arg = torch.empty((parts, m), dtype=torch.int64, device=s.device)
+    with torch.cuda.device(s.device):
+        _row_best[(n,)](s, rows, columns, row_best, row_arg, m, BLOCK=1024)
+        _column_best[(triton.cdiv(m, 128), parts)](s, rows, columns, best, arg, n, m, ROWS=ROWS, BLOCK=128)
+    column_best, part = best.max(dim=0)
+    return row_best, row_arg, column_best, arg.gather(0, part[None])[0]
