@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 import time
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import PIL.Image
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
@@ -27,11 +30,11 @@ from prism_match.images import Image
 from prism_match.matcher import ImageFeatures, PairMatcher, Prepared
 from prism_match.serve import schema
 from prism_match.serve.answers import PNG, Answer, chosen, thumbnail
-from prism_match.serve.batches import Manner, ModelThread, complain
+from prism_match.serve.batches import Manner, ModelThread
 from prism_match.serve.kept import Kept, KeptFeatures
 from prism_match.serve.metrics import Metrics
 from prism_match.serve.photos import FORMATS, read_photo
-from prism_match.serve.refusal import Gone, Refused
+from prism_match.serve.refusal import Gone, Refused, complain
 from prism_match.serve.requests import FeatureOptions, MatchOptions, Sent, read_request, too_large
 from prism_match.serve.settings import MIB, ServeSettings, is_local
 from prism_match.weights import SHIPPED
@@ -314,12 +317,10 @@ def refuse(refused: Refused) -> Response:
 
 
 def create_app(matcher: PairMatcher, settings: ServeSettings) -> FastAPI:
-    import warnings
-
-    import PIL.Image
-
+    PIL.Image.init()  # here, since threads that do it at the same time get in each other's way
     # How many pixels are too many is for the settings to say.
     warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it tells of what clients send
     service = Service(matcher, settings)
 
     @contextlib.asynccontextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -18,9 +17,8 @@ from prism_match.config import Rotate
 from prism_match.errors import UserError
 from prism_match.matcher import ImageFeatures, PairMatcher, Prepared, group_by
 from prism_match.matches import Matches
-from prism_match.serve.refusal import Refused
+from prism_match.serve.refusal import Refused, complain
 
-log = logging.getLogger("prism_match.serve")
 WARM_UP = 128  # pixels a side
 Images: TypeAlias = "tuple[Prepared | ImageFeatures, ...]"
 
@@ -164,15 +162,6 @@ def refusal(error: Exception) -> Exception:
         return Refused(503, "not enough memory for this pair: ask for a smaller size", Retry_After="10")
     complain("matching failed", error)
     return Refused(500, "the matcher failed on this pair")
-
-
-def complain(what: str, error: BaseException) -> None:
-    """To the log: the kind of an error and its place, and not its text, which may hold what a client sent."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    where = f" in {place.tb_frame.f_code.co_filename}:{place.tb_lineno}" if place else ""
-    log.error("%s: %s%s", what, type(error).__name__, where)
 
 
 def free_memory() -> None:

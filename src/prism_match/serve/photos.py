@@ -6,10 +6,10 @@ import io
 
 from prism_match.errors import UserError
 from prism_match.images import SMALLEST, Image, decode
-from prism_match.serve.refusal import Refused
+from prism_match.serve.refusal import Refused, complain
 
 # Pillow knows many more, some of which start other programs.
-FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "TIFF", "BMP", "PPM", "GIF")
+FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "PPM", "GIF")
 
 
 def read_photo(data: bytes, name: str, max_pixels: int) -> Image:
@@ -38,15 +38,10 @@ def read_photo(data: bytes, name: str, max_pixels: int) -> Image:
         raise Refused(415, f"{name}: not an image of a known format ({', '.join(FORMATS)})") from error
     except UserError as error:
         raise Refused(415, str(error)) from error
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        EOFError,
-        MemoryError,
-        IndexError,
-        KeyError,
-        TypeError,
-    ) as error:
-        # Pillow reports broken files in all of these ways.
+    except Refused:
+        raise
+    except Exception as error:
+        # Pillow reports broken files in many ways; by some of them the fault may be ours.
+        if not isinstance(error, (OSError, SyntaxError, ValueError, EOFError)):
+            complain("a photo cannot be decoded", error)
         raise Refused(415, f"{name}: damaged image") from error
