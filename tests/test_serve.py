@@ -517,7 +517,7 @@ def test_time_is_limited(server: Running, held: threading.Event, monkeypatch: py
 def test_sigterm_finishes_what_has_begun() -> None:
     command = [sys.executable, "-m", "prism_match", "serve", "--port", "0", "--model-config", "tiny"]
     process = subprocess.Popen(
-        [*command, "--no-polish", "--size", "640", "--rotate", "always", "--threshold", "0", "--device", "cpu"],
+        [*command, "--size", "384", "--rotate", "always", "--threshold", "0", "--device", "cpu"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
