@@ -89,7 +89,7 @@ def matcher() -> Matcher:
 
 @pytest.fixture(scope="module")
 def server(matcher: Matcher) -> Iterator[Running]:
-    with serving(matcher, max_mib=1, max_megapixels=1, max_size=320) as running:
+    with serving(matcher, batch=8, max_mib=1, max_megapixels=1, max_size=320) as running:
         yield running
 
 
@@ -433,6 +433,7 @@ def test_without_a_token_only_this_machine(server: Running, capsys: pytest.Captu
     ("settings", "sentence"),
     [
         ({"places": 0}, "places must be above 0, not 0"),
+        ({"batch": 0}, "batch must be at least 1, not 0"),
         ({"timeout": -1.0}, "timeout must be above 0"),
         ({"features_mib": -1.0}, "features-mib must be at least 0"),
         ({"port": 70_000}, "port must be from 0 to 65535"),
@@ -457,6 +458,11 @@ def test_full(server: Running, held: threading.Event, monkeypatch: pytest.Monkey
         refused(response, 503, "all 2 places are taken: try again later")
         assert 1 <= int(response.headers["retry-after"]) <= 60
         assert server.client.get("/healthz").status_code == 200
+        monkeypatch.setattr(server.service, "settings", settings)
+        monkeypatch.setattr(server.service.model, "pace", 1000.0)
+        response = server.match(photo(0), photo(1))
+        refused(response, 503, "it would take longer than the 120 seconds allowed: try again later")
+        assert response.headers["retry-after"] == "60"
         held.set()
         assert all(future.result().status_code == 200 for future in taken)
     assert server.match(photo(0), photo(1)).status_code == 200

@@ -29,8 +29,11 @@ def serve(
         typer.Option(envvar="PRISM_TOKEN", help="That clients have to send as a bearer token."),
     ] = None,
     places: Annotated[int, typer.Option(help="Requests at a time, waiting ones included.")] = 32,
-    batch: Annotated[int, typer.Option(help="Waiting requests that are matched at once, at most.")] = 8,
-    timeout: Annotated[float, typer.Option(help="Seconds for a request.")] = 60.0,
+    batch: Annotated[
+        Optional[int],
+        typer.Option(help="Waiting requests matched at once, at most [8 on a GPU, 1 on a CPU]."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for a request.")] = 120.0,
     max_mib: Annotated[float, typer.Option(help="MiB of a request.")] = 32.0,
     max_megapixels: Annotated[float, typer.Option(help="Megapixels of an image.")] = 50.0,
     max_size: Annotated[int, typer.Option(help="Largest size that a request may ask for.")] = 1600,

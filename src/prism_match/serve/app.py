@@ -57,7 +57,9 @@ class Service:
         self.matcher, self.settings = matcher, settings
         self.max_size = max(settings.max_size, matcher.size)
         self.metrics = Metrics()
-        self.model = ModelThread(matcher, settings.batch, self.metrics.batch)
+        # On a CPU more at once is not faster, and the first of them waits for the last.
+        self.batch = settings.batch or (8 if matcher.device.type == "cuda" else 1)
+        self.model = ModelThread(matcher, self.batch, self.metrics.batch)
         self.kept = KeptFeatures(int(settings.features_mib * MIB), settings.features_seconds)
         self.pool = ThreadPoolExecutor(settings.decoders, "prism-photos")
         self.taken = 0  # places
@@ -116,10 +118,17 @@ class Service:
     def place(self) -> Any:
         if self.stopping:
             raise Refused(503, "the server is shutting down", Retry_After="5")
+        wait, limit = self.taken * self.model.pace, self.settings.timeout
+        later = str(min(60, max(1, round(wait))))
         if self.taken >= self.settings.places:
-            seconds = min(60, max(1, round(self.taken * self.model.pace)))
             raise Refused(
-                503, f"all {self.settings.places} places are taken: try again later", Retry_After=str(seconds)
+                503, f"all {self.settings.places} places are taken: try again later", Retry_After=later
+            )
+        if wait > limit:  # better told at once than in the end
+            raise Refused(
+                503,
+                f"it would take longer than the {limit:g} seconds allowed: try again later",
+                Retry_After=later,
             )
         self.taken += 1
         try:
@@ -281,7 +290,7 @@ class Service:
                 "size": self.max_size,
                 "seconds": limits.timeout,
                 "places": limits.places,
-                "batch": limits.batch,
+                "batch": self.batch,
                 "features_bytes": self.kept.limit,
                 "features_seconds": limits.features_seconds,
             },

@@ -92,12 +92,12 @@ def errors(**sentences: str) -> dict[int | str, dict[str, Any]]:
 
 NO_TOKEN = {"_401": "a token is needed, as 'Authorization: Bearer TOKEN'"}
 PROBLEMS = NO_TOKEN | {
-    "_408": "the request did not arrive within 60 seconds",
+    "_408": "the request did not arrive within 120 seconds",
     "_413": "image0: 12000x9000 is 108.0 megapixels; at most 50 are allowed",
     "_415": "image1: not an image of a known format",
     "_422": "threshold: input should be less than 1",
     "_503": "all 32 places are taken: try again later",
-    "_504": "the request took longer than the 60 seconds allowed",
+    "_504": "the request took longer than the 120 seconds allowed",
 }
 NO_KEY = {"_404": "key0: no features are kept under this key, or no longer"}
 BINARY = {"schema": {"type": "string", "format": "binary"}}

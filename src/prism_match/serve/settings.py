@@ -18,8 +18,8 @@ class ServeSettings:
     port: int = 8000  # 0: any that is free
     token: str | None = None  # that clients have to send; needed where others than this machine can connect
     places: int = 32  # requests at a time, from the first byte that comes to the last that goes
-    batch: int = 8  # pairs matched at once, at most
-    timeout: float = 60.0  # seconds for all of a request
+    batch: int | None = None  # pairs matched at once, at most; None: 8 on a GPU, 1 on a CPU
+    timeout: float = 120.0  # seconds for all of a request
     max_mib: float = 32.0  # of a request
     max_megapixels: float = 50.0  # of an image
     max_size: int = 1600  # that a client may ask for, in pixels
@@ -28,9 +28,11 @@ class ServeSettings:
     decoders: int = min(4, os.cpu_count() or 1)  # threads that decode photos and encode answers
 
     def __post_init__(self) -> None:
-        for name in ("places", "batch", "timeout", "max_mib", "max_megapixels", "max_size", "decoders"):
+        for name in ("places", "timeout", "max_mib", "max_megapixels", "max_size", "decoders"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name.replace('_', '-')} must be above 0, not {getattr(self, name)}")
+        if self.batch is not None and self.batch < 1:
+            raise UserError(f"batch must be at least 1, not {self.batch}")
         for name in ("features_mib", "features_seconds"):
             if not getattr(self, name) >= 0:
                 raise UserError(f"{name.replace('_', '-')} must be at least 0, not {getattr(self, name)}")
