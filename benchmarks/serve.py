@@ -3,8 +3,8 @@
 python benchmarks/serve.py --size 832 --device cuda
 python benchmarks/serve.py --size 160 --model-config tiny --requests 40 --memory-requests 200 --places 4
 
-Clients are threads with a connection each, in a process of their own beside the server's. Each part ends after
-so many requests or --seconds, whichever comes first.
+Clients are threads with a connection each, in a process of their own beside the server's. Each part ends
+after so many requests or --seconds, whichever comes first.
 """
 
 from __future__ import annotations

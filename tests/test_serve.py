@@ -300,7 +300,7 @@ def test_mistakes(server: Running, image1: bytes | None, options: Any, status: i
     refused(server.match(*images, **options), status, sentence)
 
 
-def test_mistakes_of_form(server: Running) -> None:
+def test_mistakes_of_form(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     post = server.client.post
     refused(post("/v1/match", content=b"x", headers={"Content-Type": "text/plain"}), 415, "send multipart")
     refused(post("/v1/match"), 415, "send multipart")
@@ -330,6 +330,16 @@ def test_mistakes_of_form(server: Running) -> None:
     endless = (text % 0 if n == 0 else bytes(50_000) for n in range(40))
     refused(post("/v1/match", content=endless, headers=broken), 413, "too large")
     assert server.service.taken == 0
+    assert not [
+        r for r in caplog.records if r.name.startswith(("python_multipart", "prism_match", "uvicorn"))
+    ]
+
+
+@pytest.mark.parametrize("size", [(40, 20_000), (20_000, 33), (32, 32)])
+def test_odd_shapes(server: Running, size: tuple[int, int]) -> None:
+    image = encoded(PIL.Image.effect_noise(size, 50))
+    for headers in ({}, {"Accept": PNG}):
+        assert server.match(photo(), image, headers=headers).status_code == 200
 
 
 # One to many

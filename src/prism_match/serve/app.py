@@ -57,7 +57,7 @@ class Service:
         self.matcher, self.settings = matcher, settings
         self.max_size = max(settings.max_size, matcher.size)
         self.metrics = Metrics()
-        # On a CPU more at once is not faster, and the first of them waits for the last.
+        # On a CPU, where a pair takes seconds, the first of a batch would wait for the last.
         self.batch = settings.batch or (8 if matcher.device.type == "cuda" else 1)
         self.model = ModelThread(matcher, self.batch, self.metrics.batch)
         self.kept = KeptFeatures(int(settings.features_mib * MIB), settings.features_seconds)

@@ -86,7 +86,13 @@ class ModelThread:
         return len(self._jobs)
 
     def _run(self) -> None:
-        self._warm_up()
+        try:
+            self._warm_up()
+            self._loop()
+        finally:
+            self.ready = False
+
+    def _loop(self) -> None:
         while jobs := self._next():
             start = time.perf_counter()
             for group in group_by(jobs, lambda job: job.manner):
@@ -96,7 +102,6 @@ class ModelThread:
             if self.observe is not None:
                 self.observe(len(jobs), seconds)
             del jobs, group  # photos and features, while nobody needs them
-        self.ready = False
 
     def _warm_up(self) -> None:
         """The first match of a process takes longer."""

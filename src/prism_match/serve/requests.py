@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from python_multipart.exceptions import FormParserError
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
@@ -115,6 +116,8 @@ async def read_form(request: Request, files: Sequence[str], most: int) -> Sent:
         form = await parser.parse()
     except MultiPartException as error:
         raise Refused(422, f"the form cannot be read: {error.message}") from error
+    except FormParserError as error:
+        raise Refused(422, "the form cannot be read: Invalid multipart data.") from error
     sent = Sent()
     for name, value in form.multi_items():
         if name in sent.files or name in sent.values:
