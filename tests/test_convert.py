@@ -17,7 +17,7 @@ from prism_match import Matcher, UserError, cli
 from prism_match.config import PRESETS
 from prism_match.training.checkpoint import Checkpoint, save_checkpoint
 from prism_match.training.convert import fit, load_any, parse_rename
-from prism_match.weights import load_model, weights_info
+from prism_match.weights import build_model, load_model, weights_info
 from prism_match.weights.store import export_weights
 
 TINY = PRESETS["tiny"].replace(theta_c=0.0)
@@ -83,7 +83,7 @@ def test_any_wrapping_gives_the_same_weights(
 
 def test_matches_are_the_same_after_a_round_trip(convert, tmp_path: Path, photo: np.ndarray) -> None:
     first = Matcher(config=TINY, device="cpu", size=160)
-    convert(saved(tmp_path / "a.pt", first.model.state_dict()), "--precision", "fp32")
+    convert(saved(tmp_path / "a.pt", build_model(first.info).state_dict()), "--precision", "fp32")
     second = Matcher(tmp_path / "out.safetensors", device="cpu", size=160)
     a, b = first.match(photo, photo), second.match(photo, photo)
     assert len(a) > 20

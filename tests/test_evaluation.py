@@ -27,7 +27,6 @@ from typer.testing import CliRunner
 from prism_match import Matcher, UserError
 from prism_match.cli.eval import evaluate
 from prism_match.config import PRESETS
-from prism_match.engine.lock import lock_folder
 from prism_match.engine.methods import Plugin, Resized, ResizedImages, Sift, as_method, make_matches
 from prism_match.engine.photos import Resize, scale_points, scaling
 from prism_match.evaluation import Benchmark
@@ -44,7 +43,7 @@ from prism_match.evaluation.rgbd import bin_name, read_rgbd, spread_choice
 from prism_match.evaluation.runner import Result, Run
 from prism_match.evaluation.scannet import read_scannet
 from prism_match.evaluation.sweeps import THETA_C, THETA_P
-from prism_match.files import file_digest
+from prism_match.files import file_digest, lock_folder
 from prism_match.geometry import warp_points
 from prism_match.matches import Matches
 from prism_match.model.prism import PRISM
@@ -729,9 +728,15 @@ def test_scale_ratios(tiny: Options, megadepth: Path, tmp_path: Path) -> None:
     assert report.summary["ratios"].keys() == {p.name for p in read_megadepth(megadepth)}
     assert report.summary["splits"]["[1, 2)"]["pairs"] == 5
     stored = tmp_path / "scale_ratios_160.json"
-    stored.write_text(json.dumps(dict.fromkeys(report.summary["ratios"], 3.5)))
+    stored.write_text(json.dumps(dict.fromkeys(json.loads(stored.read_text()), 3.5)))
     again = BENCHMARKS["megadepth-scale"](options)
     assert list(again.summary["splits"]) == ["[3, 4)"], "ratios come from the cache"
+    shutil.copytree(megadepth, tmp_path / "md")
+    with h5py.File(tmp_path / "md" / "depths" / "0.h5", "r+") as file:
+        file["depth"][...] = file["depth"][...] * 1.001
+    changed = BENCHMARKS["megadepth-scale"](replace(options, data=tmp_path / "md"))
+    worked_out = [name for name, ratio in changed.summary["ratios"].items() if ratio != 3.5]
+    assert 0 < len(worked_out) < 5, "but not for depth that has changed"
 
 
 def test_pairs_without_depth_are_told(tiny: Options, megadepth: Path, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_it_gives_what_the_plain_model_gives(variant: str) -> None:
     plain = random_model(config)
     fast = FastPRISM(plain, torch.float32)
     pruned, matches = 0.0, 0
-    for sizes, count in (((40, 56), (56, 40)), 1), (((33, 50), (47, 41)), 2):
+    for sizes, count in (((64, 96), (96, 64)), 1), (((33, 50), (47, 41)), 2):
         pair = images(*sizes, count=count)
         with torch.inference_mode():
             a, b = (plain.extract(x) for x in pair)
@@ -119,8 +119,7 @@ def test_half_precision_stays_close(dtype: torch.dtype) -> None:
     pair = images((64, 96), (64, 96))
     with torch.inference_mode():
         expected, found = (
-            model.match(*(model.extract(x) for x in pair))
-            for model in (plain, FastPRISM(plain, dtype))
+            model.match(*(model.extract(x) for x in pair)) for model in (plain, FastPRISM(plain, dtype))
         )
     assert found.keypoints1.dtype == torch.float32 and found.keypoints1.isfinite().all()
     places = [
@@ -190,7 +189,8 @@ class Kernels(TorchDispatchMode):
     FREE = {
         "view", "_unsafe_view", "expand", "permute", "transpose", "t", "slice", "select", "split", "unbind",
         "split_with_sizes", "unsqueeze", "squeeze", "as_strided", "detach", "detach_", "alias", "chunk",
-        "unflatten", "flatten", "lift_fresh", "empty", "new_empty", "empty_like", "resolve_conj", "resolve_neg",
+        "unflatten", "flatten", "lift_fresh", "empty", "new_empty", "empty_like", "resolve_conj",
+        "resolve_neg",
     }  # fmt: skip
 
     def __init__(self) -> None:

@@ -11,17 +11,15 @@ import torch
 
 from prism_match import Matcher, subpixel
 from prism_match.config import PRESETS
-from prism_match.maps.track_polish import polish_tracks
-from prism_match.maps.tracks import IndexedMatches, Keypoints, SharedKeypoints
+from prism_match.maps.tracks import IndexedMatches, Keypoints, SharedKeypoints, polish_tracks
 from prism_match.model import kernels
 from prism_match.model.fast import FastPRISM
 from prism_match.subpixel import Pyramid
-from prism_match.training.capture import Captured
 from prism_match.training.config import PRESETS as TRAINING
 from prism_match.training.config import Phase
 from prism_match.training.data.photos import PhotoPairs, PhotoStore
 from prism_match.training.data.worlds.source import Worlds
-from prism_match.training.feed import Weighted
+from prism_match.training.feed import Captured, Weighted
 from prism_match.training.trainer import Trainer
 from prism_match.weights import load_model
 

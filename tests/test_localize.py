@@ -26,13 +26,13 @@ from prism_match.cli.localize import localize_command
 from prism_match.colmap_model import Model, PosedView, read_model
 from prism_match.config import PRESETS
 from prism_match.engine import Engine, MatchStore
-from prism_match.engine.lock import lock_folder
 from prism_match.engine.methods import Sift
 from prism_match.engine.photos import Resize, scale_points
 from prism_match.evaluation.benchmarks import BENCHMARKS
 from prism_match.evaluation.options import Options
 from prism_match.evaluation.runner import Run
 from prism_match.evaluation.triangulate import triangulate_map
+from prism_match.files import lock_folder
 from prism_match.frames import read_sequence
 from prism_match.geometry import rotation_angle
 from prism_match.images import ORIENTATION

@@ -19,8 +19,7 @@ from synthetic_matcher import SyntheticMatcher, make_photos, write_noise
 from prism_match import Matcher
 from prism_match.config import PRESETS
 from prism_match.engine import Engine, Limits, MatcherSettings, MatchStore, Prism, Resize, run
-from prism_match.engine.features import Shelf
-from prism_match.engine.order import arrange
+from prism_match.engine.features import Shelf, arrange
 from prism_match.engine.store import ImageEntry
 from prism_match.errors import UserError
 from prism_match.images import load_image, write_png

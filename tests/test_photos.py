@@ -18,9 +18,9 @@ from prism_match.training.data.photos import (
     Patches,
     PhotoPairs,
     PhotoStore,
-    _mip_maps,
     draw_mosaic,
     inverse,
+    mip_maps,
     product,
     random_views,
     render,
@@ -68,7 +68,7 @@ def test_load_folders_tars_and_bad_files(tmp_path: Path, caplog: pytest.LogCaptu
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     with caplog.at_level(logging.WARNING):
-        loaded = PhotoStore.load(tmp_path, size=96, workers=2)
+        loaded = PhotoStore.load(tmp_path, size=96)
     assert len(loaded) == 4 and loaded.size == 96
     warned = [r.getMessage() for r in caplog.records]
     assert len(warned) == 2 and "broken.jpg" in warned[0] and "empty.jpg" in warned[1]
@@ -106,7 +106,7 @@ def test_store_samples_as_grid_sample_does(store: PhotoStore, level: int) -> Non
 
 
 def test_mip_maps_keep_the_mean() -> None:
-    flat = _mip_maps(smooth_photos(2, 64), [64, 32, 16])
+    flat = torch.cat([x.flatten(1) for x in mip_maps(smooth_photos(2, 64), 3)], 1)
     assert flat.shape == (2, 64 * 64 + 32 * 32 + 16 * 16)
     assert torch.allclose(flat[:, :4096].float().mean(1), flat[:, -256:].float().mean(1), atol=1.0)
 

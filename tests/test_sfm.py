@@ -25,12 +25,12 @@ from typer.testing import CliRunner
 
 from prism_match.cameras import Camera
 from prism_match.cli import app
-from prism_match.engine.lock import lock_folder
 from prism_match.engine.store import MatchStore
 from prism_match.errors import UserError
 from prism_match.evaluation.posed import camera_matrices
 from prism_match.export.colmap import export_colmap
 from prism_match.export.nerf import camera_to_world, intrinsics, write_transforms
+from prism_match.files import lock_folder
 from prism_match.geometry import align_similarity, rotation_angle
 from prism_match.images import ORIENTATION, load_image, write_png
 from prism_match.maps import colmap
@@ -430,7 +430,10 @@ def test_who_shares_a_camera(tmp_path):
     assert len(choose_cameras(images, CameraOptions(sharing="per-image")).cameras) == 6
     shared = choose_cameras(images | {"g": (None, (300, 400))}, CameraOptions(sharing="shared"))
     assert list(shared.of_image.values()) == [0] * 6 + [1]
-    assert shared.cameras[1]["params"] == [480.0, 150.0, 200.0, 0.0] and not shared.cameras[1]["prior"]
+    assert (
+        shared.cameras[1]["params"] == [480.0, 150.0, 200.0, 0.0]
+        and not shared.cameras[1]["has_prior_focal_length"]
+    )
 
 
 def test_given_intrinsics(tmp_path):

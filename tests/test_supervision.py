@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from warps_for_tests import warp_by_field, warp_by_homography
 
 from prism_match.training.pairs import PairBatch, cell_centres
 from prism_match.training.supervision import (
@@ -13,8 +14,6 @@ from prism_match.training.supervision import (
     coarse_ground_truth,
     depth_at,
     warp_by_depth,
-    warp_by_field,
-    warp_by_homography,
 )
 
 SIZE = 64

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from prism_match.errors import UserError
 from prism_match.images import write_png
-from prism_match.maps import track_polish
-from prism_match.maps.track_polish import polish_tracks, strongest_of_track
+from prism_match.maps import tracks
 from prism_match.maps.tracks import (
     IndexedMatches,
     Keypoints,
@@ -23,8 +22,10 @@ from prism_match.maps.tracks import (
     load_tracks,
     merge_points,
     one_to_one,
+    polish_tracks,
     save_tracks,
     share_keypoints,
+    strongest_of_track,
 )
 from prism_match.matches import Matches
 
@@ -254,13 +255,13 @@ def test_photos_to_polish_by_stay_within_their_limit(tmp_path, monkeypatch):
         most.append(len(alive))
         return gray
 
-    read = track_polish.read_gray_bytes
-    monkeypatch.setattr(track_polish, "read_gray_bytes", watch)
-    monkeypatch.setattr(track_polish, "MEMORY", 4 * 80 * 100)
+    read = tracks.read_gray_bytes
+    monkeypatch.setattr(tracks, "read_gray_bytes", watch)
+    monkeypatch.setattr(tracks, "POLISH_MEMORY", 4 * 80 * 100)
     files = {n: tmp_path / n for n in names}
     few = polish_tracks(SharedKeypoints(keypoints, every), files)
     assert len(most) >= 12 and max(most) <= 4 + 2  # and the two that are compared
-    monkeypatch.setattr(track_polish, "MEMORY", 2**30)
+    monkeypatch.setattr(tracks, "POLISH_MEMORY", 2**30)
     plenty = polish_tracks(SharedKeypoints(keypoints, every), files)
     for name in names:
         np.testing.assert_array_equal(few.keypoints[name].xy, plenty.keypoints[name].xy)

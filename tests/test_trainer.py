@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 from prism_match.config import PRESETS as MODELS
 from prism_match.errors import UserError
 from prism_match.training import checkpoint as checkpoint_module
-from prism_match.training.capture import recording
 from prism_match.training.checkpoint import (
     Checkpoint,
     checkpoints,
@@ -32,7 +31,7 @@ from prism_match.training.checkpoint import (
     save_checkpoint,
 )
 from prism_match.training.config import PRESETS, Phase, TrainConfig, load_train_config
-from prism_match.training.feed import Mixer, Weighted, concatenate, shares
+from prism_match.training.feed import Mixer, Weighted, concatenate, recording, shares
 from prism_match.training.trainer import Trainer, learning_rate
 from prism_match.weights.store import export_weights
 

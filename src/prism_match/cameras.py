@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from prism_match.errors import UserError
-from prism_match.files import read_words
+from prism_match.files import parse_lines
 from prism_match.geometry import to_points
 
 # name -> number of parameters, number of focal lengths; what follows the principal point is distortion.
@@ -160,21 +160,15 @@ def parse_camera(words: Sequence[str]) -> Camera:
         raise UserError(f"a camera is MODEL WIDTH HEIGHT PARAMS, not {' '.join(words)!r}")
     model, width, height, *params = words
     try:
-        return Camera(model, int(width), int(height), tuple(map(float, params)))
+        size, numbers = (int(width), int(height)), tuple(map(float, params))
     except ValueError as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"{' '.join(words)!r}: not a camera ({error})") from error
+    return Camera(model, *size, numbers)
 
 
 def read_camera_list(path: Path) -> dict[str, Camera]:
     """`NAME MODEL WIDTH HEIGHT PARAMS` a line, as hloc's lists of queries; by name, in their order."""
-    cameras = {}
-    for number, words in read_words(path):
-        try:
-            cameras[words[0]] = parse_camera(words[1:])
-        except UserError as error:
-            raise UserError(f"{path}, line {number}: {error}") from error
+    cameras = dict(parse_lines(path, lambda words: (words[0], parse_camera(words[1:]))))
     if not cameras:
         raise UserError(f"{path}: no cameras in it")
     return cameras

@@ -17,7 +17,7 @@ import numpy as np
 
 from prism_match.cameras import CAMERA_MODELS, Camera, parse_camera
 from prism_match.errors import UserError
-from prism_match.geometry import camera_centres
+from prism_match.geometry import camera_centres, pose_matrix
 
 Parsed = TypeVar("Parsed")
 BINARY_MODELS = tuple(CAMERA_MODELS)  # COLMAP's ids from 0
@@ -144,8 +144,7 @@ def _view(file: Path, image: tuple, cameras: dict[int, Camera], point_ids: np.nd
     rows = np.searchsorted(point_ids, ids)
     rows = np.minimum(rows, max(len(point_ids) - 1, 0))
     known = point_ids[rows] == ids if len(point_ids) else np.zeros(len(ids), bool)
-    T = np.eye(4)
-    T[:3, :3], T[:3, 3] = rotation_of(np.asarray(quaternion, float)), translation
+    T = pose_matrix(rotation_of(np.asarray(quaternion, float)), translation)
     pixels = (xys[first[known]] - 0.5).astype(np.float32)
     return PosedView(name, cameras[camera], T, pixels, rows[known])
 
@@ -185,13 +184,8 @@ def _lines(file: Path) -> Iterator[str]:
 
 
 def _cameras_text(file: Path) -> dict[int, Camera]:
-    cameras = {}
-    for line in _lines(file):
-        if not line.strip():
-            continue
-        number, *words = line.split()
-        cameras[int(number)] = parse_camera(words)
-    return cameras
+    rows = [line.split() for line in _lines(file) if line.strip()]
+    return {int(number): parse_camera(words) for number, *words in rows}
 
 
 def _images_text(file: Path) -> list:

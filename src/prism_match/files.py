@@ -1,4 +1,5 @@
-"""Writing files so that none is ever half-written, and reading them so that none can do harm."""
+"""Writing files so that none is ever half-written, by one process at a time, and reading them so that none
+can do harm."""
 
 from __future__ import annotations
 
@@ -9,14 +10,16 @@ import os
 import pickle
 import secrets
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
 from prism_match.errors import UserError
+
+Parsed = TypeVar("Parsed")
 
 
 @contextmanager
@@ -103,6 +106,63 @@ def read_words(path: Path, tabs: bool = False) -> list[tuple[int, list[str]]]:
         raise UserError(f"{path}: cannot be read ({error})") from error
     rows = [[w.strip() for w in x.split("\t")] if tabs and "\t" in x else x.split() for x in lines]
     return [(n, words) for n, words in enumerate(rows, 1) if words and not words[0].startswith("#")]
+
+
+def parse_lines(path: Path, parse: Callable[[list[str]], Parsed], tabs: bool = False) -> list[Parsed]:
+    """What `parse` makes of the words of each line; what it finds wrong with one is told with its number."""
+    parsed = []
+    for number, words in read_words(path, tabs):
+        try:
+            parsed.append(parse(words))
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {error}") from error
+    return parsed
+
+
+class Lock:
+    """One writer at a time, of a store of matches or of a folder of results. Held until it is closed, or its
+    process ends, however it does. The file stays: to remove it would let two processes hold a lock of the
+    same name."""
+
+    def __init__(self, path: Path, what: str):
+        try:
+            self._file = path.open("a")
+        except OSError as error:
+            raise UserError(f"{what}: cannot be written to ({error.strerror})") from error
+        if not _take(self._file):
+            self.close()
+            raise UserError(f"{what}: is in use by another run; wait for it, or choose another place")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def lock_folder(folder: Path) -> Lock:
+    return Lock(folder / ".lock", str(folder))
+
+
+def _take(file: IO[str]) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        import msvcrt
+
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        except OSError:
+            return False
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class _ArraysOnly(pickle.Unpickler):

@@ -18,6 +18,7 @@ import cv2
 import h5py
 import numpy as np
 
+from prism_match.errors import UserError
 from prism_match.files import atomic_path
 
 log = logging.getLogger(__name__)
@@ -43,16 +44,19 @@ class Frame:
 
 
 def read_gray(path: Path | str) -> np.ndarray:
-    """h w, uint8. Raises ValueError with one line that names the file when it does not decode."""
+    """h w, uint8. Raises UserError with one line that names the file when it does not decode."""
     try:
         data = np.fromfile(str(path), np.uint8)
     except OSError as e:
-        raise ValueError(f"{path}: cannot be read ({e.strerror})") from e
+        raise UserError(f"{path}: cannot be read ({e.strerror})") from e
     # EXIF rotation is ignored on purpose: poses and depth refer to the pixels as stored.
     flags = cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION
-    image = cv2.imdecode(data, flags) if data.size else None
+    try:
+        image = cv2.imdecode(data, flags) if data.size else None
+    except cv2.error:  # more pixels than it takes
+        image = None
     if image is None:
-        raise ValueError(f"{path}: not an image that can be decoded")
+        raise UserError(f"{path}: not an image that can be decoded")
     return image
 
 
@@ -64,7 +68,7 @@ def read_depth(path: Path | str, per_metre: float = 1000.0) -> np.ndarray:
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: depth map is missing")
+        raise UserError(f"{path}: depth map is missing")
     try:
         if path.suffix == ".h5":
             with h5py.File(path, "r") as f:
@@ -75,9 +79,9 @@ def read_depth(path: Path | str, per_metre: float = 1000.0) -> np.ndarray:
                 raise ValueError("not a depth image")
             depth = raw.astype(np.float32) / np.float32(per_metre)
     except (OSError, KeyError, ValueError) as e:
-        raise ValueError(f"{path}: no depth map can be read from it ({e})") from e
+        raise UserError(f"{path}: no depth map can be read from it ({e})") from e
     if depth.ndim != 2 or depth.size == 0:
-        raise ValueError(f"{path}: depth map of shape {depth.shape}, expected height x width")
+        raise UserError(f"{path}: depth map of shape {depth.shape}, expected height x width")
     # Negative values are MegaDepth's ordinal labels, 65535 is "no reading": neither is a depth.
     known = np.isfinite(depth) & (depth > 0)
     if path.suffix != ".h5":
@@ -108,7 +112,7 @@ def find_sequences(folder: Path) -> list[Path]:
     candidates = [folder, *sorted(p for p in folder.glob("*") if p.is_dir())]
     found = [p for p in candidates if is_sequence(p)]
     if not found:
-        raise ValueError(f"{folder}: no RGB-D sequence (no NAME.pose.txt and no folder `pose`)")
+        raise UserError(f"{folder}: no RGB-D sequence (no NAME.pose.txt and no folder `pose`)")
     return found
 
 
@@ -120,14 +124,14 @@ def read_sequence(scene: Path) -> list[Frame]:
         image, depth = _files_of(scene, pose)
         try:
             if image is None or not depth.is_file():
-                raise ValueError(f"{pose}: its colour or depth image is missing")
+                raise UserError(f"{pose}: its colour or depth image is missing")
             T = _read_matrix(pose, (4, 4))
             if not np.isfinite(T).all():
-                raise ValueError(f"{pose}: not finite")
+                raise UserError(f"{pose}: not finite")
             frame = Frame(image, depth, K, np.linalg.inv(T))
             if problem := frame.problem():
-                raise ValueError(problem)
-        except (ValueError, np.linalg.LinAlgError) as e:
+                raise UserError(problem)
+        except (UserError, np.linalg.LinAlgError) as e:
             log.warning("skipped: %s", e)
             continue
         frames.append(frame)
@@ -153,7 +157,7 @@ def _read_intrinsics(scene: Path) -> np.ndarray:
     for name in INTRINSICS:
         if (scene / name).is_file():
             return _read_matrix(scene / name, (3, 3))
-    raise ValueError(f"{scene}: no intrinsics (looked for {', '.join(INTRINSICS)})")
+    raise UserError(f"{scene}: no intrinsics (looked for {', '.join(INTRINSICS)})")
 
 
 def _read_matrix(path: Path, shape: tuple[int, int]) -> np.ndarray:
@@ -161,7 +165,7 @@ def _read_matrix(path: Path, shape: tuple[int, int]) -> np.ndarray:
     try:
         matrix = np.loadtxt(path, ndmin=2)
     except (OSError, ValueError) as e:
-        raise ValueError(f"{path}: not a matrix ({e})") from e
+        raise UserError(f"{path}: not a matrix ({e})") from e
     if matrix.shape[0] < shape[0] or matrix.shape[1] < shape[1]:
-        raise ValueError(f"{path}: a matrix of {matrix.shape}, expected {shape}")
+        raise UserError(f"{path}: a matrix of {matrix.shape}, expected {shape}")
     return matrix[: shape[0], : shape[1]]

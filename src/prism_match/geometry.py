@@ -267,6 +267,13 @@ def symmetric_epipolar_error(x0: np.ndarray, x1: np.ndarray, e: np.ndarray) -> n
     return product * (1 / norm0 + 1 / norm1)
 
 
+def pose_matrix(rotation: np.ndarray, translation: np.ndarray) -> np.ndarray:
+    """4 4 of 3 3 and 3."""
+    T = np.eye(4)
+    T[:3, :3], T[:3, 3] = rotation, translation
+    return T
+
+
 def camera_centres(poses: np.ndarray) -> np.ndarray:
     """... 3 4 or ... 4 4, world to camera -> ... 3, where the cameras are in the world."""
     return -np.einsum("...ji,...j->...i", poses[..., :3, :3], poses[..., :3, 3])

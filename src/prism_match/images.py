@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -56,27 +57,28 @@ class Image:
 def load_image(source: ImageLike) -> Image:
     """Any of: a path, a PIL image, an array (h w or h w 1|3|4; 8 or 16 bit, or float in [0, 1]) or a
     tensor (the same, channels first). Colours are RGB; what an alpha channel hides is not matched."""
-    if isinstance(source, Image):
-        return source
-    if isinstance(source, (str, os.PathLike)):
-        image = read_image(Path(source))
-    elif isinstance(source, np.ndarray):
-        image = Image(to_pixels(source, "array"), "array", opaque_part(source))
-    elif hasattr(source, "detach"):
-        array = channels_last(source)
-        image = Image(to_pixels(array, "tensor"), "tensor", opaque_part(array))
-    elif hasattr(source, "convert"):
-        image = decode(source, "PIL image")
-    else:
-        raise UserError(
-            f"an image must be a path, a PIL image, an array or a tensor, not {type(source).__name__}"
-        )
+    image = to_image(source, "an image")
     if min(image.size) < SMALLEST:
         width, height = image.size
         raise UserError(
             f"{image.name}: too small ({width}x{height}); at least {SMALLEST} pixels a side are needed"
         )
     return image
+
+
+def to_image(source: ImageLike, what: str) -> Image:
+    if isinstance(source, Image):
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        return read_image(Path(source))
+    if isinstance(source, np.ndarray):
+        return Image(to_pixels(source, "array"), "array", opaque_part(source))
+    if hasattr(source, "detach"):
+        array = channels_last(source)
+        return Image(to_pixels(array, "tensor"), "tensor", opaque_part(array))
+    if hasattr(source, "convert"):
+        return decode(source, "PIL image")
+    raise UserError(f"{what} must be a path, a PIL image, an array or a tensor, not {type(source).__name__}")
 
 
 def read_image(path: Path) -> Image:
@@ -136,26 +138,24 @@ def opaque_part(array: np.ndarray) -> np.ndarray | None:
 
 def image_size(path: Path) -> tuple[int, int] | None:
     """Width, height as it is shown, without decoding it; None: cannot be read."""
-    import PIL.Image
-
-    try:
-        with PIL.Image.open(path) as image:
-            size = image.size
-    except (OSError, ValueError, SyntaxError):
-        return None
-    return size[::-1] if exif_orientation(path) >= 5 else size
+    size, orientation = read_header(path)
+    return size[::-1] if size is not None and orientation >= 5 else size
 
 
 def exif_orientation(path: Path) -> int:
     """1 to 8, as EXIF numbers them; 1: shown as it is stored. Of what cannot be read, too."""
+    return read_header(path)[1]
+
+
+def read_header(path: Path) -> tuple[tuple[int, int] | None, int]:
+    """Width, height as it is stored, and EXIF's orientation; of damaged EXIF, as of none, 1."""
     import PIL.Image
 
-    try:
-        with PIL.Image.open(path) as image:
-            orientation = image.getexif().get(ORIENTATION, 1)
-    except (OSError, ValueError, SyntaxError):
-        return 1
-    return orientation if orientation in range(2, 9) else 1
+    size, orientation = None, 1
+    with suppress(OSError, ValueError, SyntaxError), PIL.Image.open(path) as image:
+        size = image.size
+        orientation = image.getexif().get(ORIENTATION, 1)
+    return size, orientation if orientation in range(2, 9) else 1
 
 
 def to_stored(
@@ -219,18 +219,11 @@ class Named(Protocol):
 def load_mask(source: ImageLike, image: Named) -> np.ndarray:
     """A region mask of an image, h w bool: non-zero pixels are looked at."""
     width, height = image.size
-    name = "the mask"
-    if isinstance(source, (str, os.PathLike)):
-        name, mask = f"{source}: the mask", read_image(Path(source)).gray > 0
-    elif isinstance(source, Image):
-        mask = source.gray > 0
-    elif isinstance(source, np.ndarray) or hasattr(source, "detach"):
+    name = f"{source}: the mask" if isinstance(source, (str, os.PathLike)) else "the mask"
+    if isinstance(source, np.ndarray) or hasattr(source, "detach"):
         mask = nonzero(channels_last(source) if hasattr(source, "detach") else source)
-    elif hasattr(source, "convert"):
-        mask = decode(source, name).gray > 0
     else:
-        kind = type(source).__name__
-        raise UserError(f"a mask must be a path, a PIL image, an array or a tensor, not {kind}")
+        mask = to_image(source, "a mask").gray > 0
     if mask.shape != (height, width):
         raise UserError(
             f"{name} is {mask.shape[1]}x{mask.shape[0]} but its image {image.name} is {width}x{height}"

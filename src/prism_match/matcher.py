@@ -41,7 +41,7 @@ REWEIGHED = 2  # times, by how well they fit, the matches around one that tell h
 # Rounds of polishing: the first time matches may be off by pixels, at each larger size by less than one.
 FIRST_ROUNDS, MORE_ROUNDS = 3, 2
 MOST_ZOOM = 4.0  # times the size that is matched: larger photos are polished at no more
-EXTRACTED_AT_ONCE = 2**20  # pixels: larger images fill a GPU one at a time, and take the less memory
+EXTRACTED_AT_ONCE = 2**20  # pixels: larger images fill a GPU one at a time, as all images fill a CPU
 KEPT = 4 * 2**20  # bytes of an image from memory that a result keeps a copy of, for pictures
 
 
@@ -120,13 +120,12 @@ class PairMatcher:
     def extract_prepared(self, prepared: Sequence[Prepared]) -> list[ImageFeatures]:
         results: dict[int, ImageFeatures] = {}
         for group in group_by(list(enumerate(prepared)), lambda x: x[1].gray.shape):
-            at_once = max(1, EXTRACTED_AT_ONCE // group[0][1].gray.size)
+            at_once = max(1, EXTRACTED_AT_ONCE // group[0][1].gray.size) if self.device.type == "cuda" else 1
             for start in range(0, len(group), at_once):
                 some = group[start : start + at_once]
                 features = self._extract([p for _, p in some])
-                results |= {
-                    n: ImageFeatures(p, f, self.pyramid(p)) for (n, p), f in zip(some, features, strict=True)
-                }
+                for (n, p), f in zip(some, features, strict=True):
+                    results[n] = ImageFeatures(p, f, p.pyramid(self.device) if self.polish else None)
         return [results[n] for n in range(len(prepared))]
 
     def match_extracted(
@@ -171,14 +170,6 @@ class PairMatcher:
         parts = zip(features.coarse.split(1), features.fine.split(1), features.valid.split(1), strict=True)
         return [Features(*(tensor.clone() for tensor in part)) for part in parts]
 
-    def pyramid(self, prepared: Prepared) -> Pyramid | None:
-        if not self.polish:
-            return None
-        # A turned image is a view with negative strides, which tensors cannot have.
-        image = np.ascontiguousarray(prepared.gray if prepared.sharp is None else prepared.sharp)
-        with stage("polish"):
-            return Pyramid(torch.from_numpy(image)[None].to(self.device), LEVELS + halvings(prepared.zoom))
-
     @torch.inference_mode()
     def _match_batch(self, pairs: list[FeaturesPair], details: bool) -> list[Matches]:
         """Of pairs of equal padded sizes, turned if need be."""
@@ -198,15 +189,14 @@ class PairMatcher:
         return found.evidence() < WEAK * min(image.prepared.cell_count for image in found.pair)
 
     def _match_as_they_are(self, pairs: list[FeaturesPair]) -> list[Found]:
-        features = [stack([pair[i].features for pair in pairs]) for i in range(2)]
-        regions = [self._regions([pair[i].prepared for pair in pairs]) for i in range(2)]
-        found = self.model.match(*features, *regions, self.threshold)
-        columns = (found.keypoints0.float(), found.keypoints1.float(), found.confidence.float())
-        if len(pairs) == 1:
-            return [Found(pairs[0], *columns, found, 0)]
-        counts = torch.bincount(found.batch, minlength=len(pairs)).tolist()
-        parts = zip(*(x.split(counts) for x in columns), strict=True)
-        return [Found(pair, *part, found, n) for n, (pair, part) in enumerate(zip(pairs, parts, strict=True))]
+        a, b = (stack([pair[i].features for pair in pairs]) for i in range(2))
+        keep0, keep1 = (self._regions([pair[i].prepared for pair in pairs]) for i in range(2))
+        found = self.model.match(a, b, keep0, keep1, self.threshold)
+        counts = [len(found.batch)]
+        if len(pairs) > 1:
+            counts = torch.bincount(found.batch, minlength=len(pairs)).tolist()
+        at0, at1, scores = (x.split(counts) for x in (found.keypoints0, found.keypoints1, found.confidence))
+        return [Found(pair, at0[n], at1[n], scores[n], found, n) for n, pair in enumerate(pairs)]
 
     def _regions(self, prepared: list[Prepared]) -> Tensor | None:
         if all(p.mask is None for p in prepared):
@@ -290,6 +280,13 @@ class Prepared:
         (height, width), (h, w) = self.sharp.shape, self.gray.shape
         return width / w, height / h
 
+    def pyramid(self, device: torch.device) -> Pyramid:
+        """To polish by."""
+        # A turned image is a view with negative strides, which tensors cannot have.
+        image = np.ascontiguousarray(self.gray if self.sharp is None else self.sharp)
+        with stage("polish"):
+            return Pyramid(torch.from_numpy(image)[None].to(device), LEVELS + halvings(self.zoom))
+
     @property
     def cell_count(self) -> int:
         """Cells to look at."""
@@ -334,7 +331,7 @@ class ImageFeatures:
 
     prepared: Prepared
     features: Features
-    pyramid: Pyramid | None  # to polish by
+    pyramid: Pyramid | None = None  # to polish by
 
     def masked(self, mask: MaskLike) -> ImageFeatures:
         return self if mask is None else replace(self, prepared=self.prepared.masked(mask))
@@ -350,13 +347,15 @@ class ImageFeatures:
         return plain, {"name": p.name, "width": str(p.size[0]), "height": str(p.size[1])}
 
     @staticmethod
-    def unpack(tensors: dict[str, Tensor], texts: dict[str, str], matcher: PairMatcher) -> ImageFeatures:
+    def unpack(
+        tensors: dict[str, Tensor], texts: dict[str, str], device: torch.device, polish: bool
+    ) -> ImageFeatures:
         """What `pack` gave."""
         size = int(texts["width"]), int(texts["height"])
         sharp, mask = (tensors[k].numpy() if k in tensors else None for k in ("sharp", "mask"))
         prepared = Prepared(tensors["gray"].numpy(), size, texts["name"], None, mask, sharp=sharp)
-        features = Features(*(tensors[k].to(matcher.device) for k in ("coarse", "fine", "valid")))
-        return ImageFeatures(prepared, features, matcher.pyramid(prepared))
+        features = Features(*(tensors[k].to(device) for k in ("coarse", "fine", "valid")))
+        return ImageFeatures(prepared, features, prepared.pyramid(device) if polish else None)
 
 
 FeaturesPair: TypeAlias = tuple[ImageFeatures, ImageFeatures]

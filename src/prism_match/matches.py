@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +17,6 @@ from prism_match.files import atomic_path, checksum, reading
 from prism_match.geometry import Backend, Estimate, Model, estimate, spread_over
 from prism_match.images import Image, ImageLike, load_image, write_png
 
-FORMATS = (".npz", ".json", ".csv", ".h5")
 REQUIRED = ("keypoints0", "keypoints1", "scores", "size0", "size1", "name0", "name1")
 
 
@@ -86,12 +85,8 @@ class Matches:
             index = index[np.sort(best)]
         if spread is not None:
             index = index[spread_over(self.keypoints0[index], self.scores[index], spread)]
-        return replace(
-            self,
-            keypoints0=self.keypoints0[index],
-            keypoints1=self.keypoints1[index],
-            scores=self.scores[index],
-        )
+        chosen = {name: getattr(self, name)[index] for name in ("keypoints0", "keypoints1", "scores")}
+        return replace(self, **chosen)
 
     def _chosen(self, keep: np.ndarray | Sequence[int] | Sequence[bool]) -> np.ndarray:
         chosen = np.asarray(keep)
@@ -204,35 +199,29 @@ class Matches:
         scores = 1 - distance / max(1.0, float(distance.max(initial=0)))
         order = np.argsort(-scores, kind="stable")
         chosen = [matches[n] for n in order]
-        points = [
-            np.array([k.pt for k in side], dtype=np.float32).reshape(-1, 2)
-            for side in (
-                [keypoints0[m.queryIdx] for m in chosen],
-                [keypoints1[m.trainIdx] for m in chosen],
-            )
-        ]
-        return Matches(points[0], points[1], scores[order].astype(np.float32), size0, size1, name0, name1)
+        points0 = np.array([keypoints0[m.queryIdx].pt for m in chosen], np.float32).reshape(-1, 2)
+        points1 = np.array([keypoints1[m.trainIdx].pt for m in chosen], np.float32).reshape(-1, 2)
+        return Matches(points0, points1, scores[order], size0, size1, name0, name1)
 
     def save(self, path: str | Path) -> None:
         """To .npz, .json, .csv or .h5. The first three hold everything but a csv has no details."""
-        path = Path(path)
-        if path.suffix.lower() not in FORMATS:
+        suffix = Path(path).suffix.lower()
+        if suffix not in FORMATS:
             raise UserError(f"{path}: matches are saved as {', '.join(FORMATS)}")
-        writers = {".npz": _save_npz, ".json": _save_json, ".csv": _save_csv, ".h5": _save_h5}
         with atomic_path(path) as temporary:
-            writers[path.suffix.lower()](temporary, self)
+            FORMATS[suffix][0](temporary, self)
 
     @staticmethod
     def load(path: str | Path) -> Matches:
         """Of any version. Those that tell how much they hold, as all do now, are checked."""
         path = Path(path)
-        if path.suffix.lower() not in FORMATS:
+        suffix = path.suffix.lower()
+        if suffix not in FORMATS:
             raise UserError(f"{path}: matches are loaded from {', '.join(FORMATS)}")
         if not path.is_file():
             raise UserError(f"{path}: no such file")
-        readers = {".npz": _load_npz, ".json": _load_json, ".csv": _load_csv, ".h5": _load_h5}
         with reading(path, "a file of matches"):
-            arrays = readers[path.suffix.lower()](path)
+            arrays = FORMATS[suffix][1](path)
             missing = [key for key in REQUIRED if key not in arrays]
             if missing:
                 raise UserError(f"not a file of matches: it has no {missing[0]}")
@@ -340,3 +329,11 @@ def _load_h5(path: Path) -> dict[str, Any]:
 
     with h5py.File(path, "r") as file:
         return {k: v[()] for k, v in file.items() if isinstance(v, h5py.Dataset)} | dict(file.attrs)
+
+
+FORMATS: dict[str, tuple[Callable[[Path, Matches], None], Callable[[Path], dict[str, Any]]]] = {
+    ".npz": (_save_npz, _load_npz),
+    ".json": (_save_json, _load_json),
+    ".csv": (_save_csv, _load_csv),
+    ".h5": (_save_h5, _load_h5),
+}

@@ -59,7 +59,7 @@ class Subpixel(nn.Module):
         """n w w each. The step n 2 (x, y) and the expected error n after it, both in window pixels."""
         compared = comparison(first, second)
         # The convolutions have the precision of their weights; what is solved stays in 32 bit.
-        kind = self.weight[0].weight.dtype
+        kind = next(self.parameters()).dtype
         maps = [self.whole(compared.to(kind, memory_format=torch.channels_last))]
         maps += [self.halved(maps[0])]
         maps += [self.quartered(maps[1])]
@@ -115,7 +115,7 @@ def window_grid(device: torch.device) -> Tensor:
 
 
 def halvings(zoom: float) -> int:
-    """How often an image `zoom` times as large as what was matched has to be halved to be of about its size."""
+    """How often to halve an image `zoom` times as large as what was matched, to be of about its size."""
     return max(0, math.ceil(math.log2(zoom / CLOSE)))
 
 
@@ -146,7 +146,9 @@ class Pyramid:
     def windows(self, points: Tensor, to_image: Tensor, level: Tensor, image: Tensor | int = 0) -> Tensor:
         """n w w: around each point (n 2), its pixels laid out by `to_image` (n 2 2); level, image: n."""
         if has_kernels(self.flat) and not isinstance(image, Tensor):
-            return triton_kernels.windows(self.flat[image], self.table, self.unit, points, to_image, level, RADIUS)
+            return triton_kernels.windows(
+                self.flat[image], self.table, self.unit, points, to_image, level, RADIUS
+            )
         around = torch.einsum("nij,kj->nki", to_image, window_grid(points.device))
         return self.sample(points[:, None] + around, level, image).view(-1, SIDE, SIDE)
 
@@ -224,5 +226,5 @@ def settle(
 def round_count(count: int) -> int:
     """At least as many, out of few numbers: for every number of windows that it has not seen yet a library of
     convolutions keeps a program, and what it keeps between large tensors holds their memory for good."""
-    step = 16 if count <= 256 else 64
+    step = 16 if count <= 256 else 64 if count <= 1024 else 256
     return -(-count // step) * step

@@ -53,17 +53,12 @@ def preview(
     logging.basicConfig(format="%(message)s")
     where = find_device(device)
     options = SourceOptions(photos or (), worlds, colmap or (), megadepth, rgbd or ())
-    sources = make_sources(options, where)
+    sources = [weighted.source for weighted in make_sources(options, where)]
     folder = writable_folder(out)
-    for weighted in sources:
-        source = weighted.source
+    for source in sources:
         generator = torch.Generator(getattr(source, "device", "cpu")).manual_seed(seed)
         path = folder / f"{source.name}.png"
-        try:
-            batch = source.sample(pairs, size, generator)
-        except (ValueError, OSError) as error:
-            raise UserError(str(error)) from error
-        write_png(path, draw(batch))
+        write_png(path, draw(source.sample(pairs, size, generator)))
         print(path)
 
 
@@ -83,10 +78,7 @@ def depth(
     if images is None or out is None:
         found = colmap_folders(model)
         images, out = images or found[0], out or found[1]
-    try:
-        check = make_depth(model, images, out, device=find_device(device))
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    check = make_depth(model, images, out, device=find_device(device))
     print(
         f"{check.maps} maps in {out}: {check.kept:.0%} of the pixels kept, median error"
         f" {check.median_error:.2%}, {check.within_2_percent:.0%} of the points within 2 %"
@@ -103,8 +95,5 @@ def megadepth(
     from prism_match.training.data.megadepth import build_index
 
     logging.basicConfig(format="%(message)s")
-    try:
-        written = build_index(root, out or root / "index", undistort=undistort)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    written = build_index(root, out or root / "index", undistort=undistort)
     print(f"{len(written)} scenes in {out or root / 'index'}")

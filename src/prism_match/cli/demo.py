@@ -38,7 +38,7 @@ def demo(
     from prism_match.images import load_image
 
     assets = Path(__file__).parents[1] / "assets"
-    matcher = make_matcher(weights, model_config, device, "auto", size, None, None)
+    matcher = make_matcher(weights, model_config, device, "auto", size)
     folder = writable_folder(out)
     with busy("matching"):
         start = time.perf_counter()

@@ -9,7 +9,15 @@ from typing import Annotated, Optional
 
 import typer
 
-from prism_match.cli.options import WEIGHTS_HELP, DeviceOption, PolishOption, PrecisionOption, RotateOption
+from prism_match.cli.options import (
+    WEIGHTS_HELP,
+    BatchOption,
+    DeviceOption,
+    JsonFileOption,
+    PolishOption,
+    PrecisionOption,
+    RotateOption,
+)
 from prism_match.config import Backend
 from prism_match.errors import UserError
 from prism_match.evaluation import Benchmark
@@ -36,7 +44,7 @@ def evaluate(
     precision: PrecisionOption = "auto",
     rotate: RotateOption = "auto",
     polish: PolishOption = True,
-    batch: Annotated[int, typer.Option(help="Pairs of equal size matched at a time.")] = 1,
+    batch: BatchOption = 1,
     confidence: Annotated[
         Optional[float], typer.Option(help="Least confidence of a match [the model's theta_c].")
     ] = None,
@@ -59,7 +67,7 @@ def evaluate(
     depth_scale: Annotated[
         float, typer.Option(help="Localization: what depth maps have for a metre.")
     ] = 1000.0,
-    json_file: Annotated[Optional[Path], typer.Option("--json", help="Write the numbers here.")] = None,
+    json_file: JsonFileOption = None,
     out: Annotated[
         Optional[Path],
         typer.Option("-o", "--out", help="Folder for the report and pictures; a run goes on where it was."),
@@ -100,8 +108,7 @@ def evaluate(
     options = Options(
         data=data, method=method, size=size, ransac=ransac, threshold=threshold, pairs=pairs,
         seed=seed, weights=tuple(weights or ()), configs=tuple(model_config or ()), device=device,
-        precision=precision, confidence=confidence, rotate=rotate,
-        polish=polish,
+        precision=precision, confidence=confidence, rotate=rotate, polish=polish,
         top=top, within=tuple(map(parse_limits, within or ())), pair_list=pair_list, snap=snap,
         depth_scale=depth_scale, run=Run(cache=cache, out=out, progress=True, batch=batch),
     )  # fmt: skip

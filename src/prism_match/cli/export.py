@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated, Optional
 
 import typer
 
-from prism_match.cli.options import PolishOption
+from prism_match.cli.options import JsonOption, PolishOption
 from prism_match.cli.output import print_table
 from prism_match.cli.sfm import (
     CellOption,
@@ -20,17 +19,9 @@ from prism_match.cli.sfm import (
     SharingOption,
 )
 
-if TYPE_CHECKING:
-    pass
-
 export_app = typer.Typer(
     help="Write matches in the formats of other tools.", no_args_is_help=True, rich_markup_mode=None
 )
-
-
-@export_app.callback()
-def export() -> None:
-    """Write matches in the formats of other tools."""
 
 
 @export_app.command("colmap")
@@ -54,7 +45,7 @@ def colmap(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace all keypoints and matches in the database.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write matches into a COLMAP database, with keypoints shared by all pairs of an image.
 
@@ -80,8 +71,7 @@ def colmap(
         overwrite=overwrite,
     )
     if as_json:
-        json.dump(counts, sys.stdout, indent=2)
-        print()
+        print(json.dumps(counts, indent=2))
     else:
         print_table({**counts, "written": out})
 

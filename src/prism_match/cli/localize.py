@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated, Optional
 
 import typer
 
 from prism_match.cli.options import (
+    BatchOption,
+    ConfigOption,
     DeviceOption,
     PolishOption,
     PrecisionOption,
@@ -17,9 +19,6 @@ from prism_match.cli.options import (
 )
 from prism_match.config import PnpBackend
 from prism_match.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 
 def localize_command(
@@ -63,11 +62,11 @@ def localize_command(
     seed: Annotated[int, typer.Option(help="The same seed gives the same poses.")] = 0,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
-    batch: Annotated[int, typer.Option(help="Pairs of equal size matched at a time.")] = 1,
+    batch: BatchOption = 1,
     weights: WeightsOption = None,
     rotate: RotateOption = "never",
     polish: PolishOption = True,
-    model_config: Annotated[Optional[str], typer.Option(help="A preset or a .toml/.json file.")] = None,
+    model_config: ConfigOption = None,
     json_file: Annotated[Optional[Path], typer.Option("--json", help="Write the result here too.")] = None,
 ) -> None:
     """Find the poses of photos in a map.
@@ -95,12 +94,8 @@ def localize_command(
         read_listed,
     )
 
-    for name, value, least in (
-        ("top", top, 1),
-        ("size", size, 32),
-        ("min-inliers", min_inliers, 4),
-        ("batch", batch, 1),
-    ):
+    numbers = {"top": (top, 1), "size": (size, 32), "min-inliers": (min_inliers, 4), "batch": (batch, 1)}
+    for name, (value, least) in numbers.items():
         if value < least:
             raise UserError(f"--{name} must be at least {least}, not {value}")
     if max_error <= 0:
@@ -113,7 +108,7 @@ def localize_command(
     folder = writable_folder(out)
     if json_file is not None:
         writable_folder(json_file.parent)
-    matcher = make_matcher(weights, model_config, device, precision, size, None, None, rotate, polish)
+    matcher = make_matcher(weights, model_config, device, precision, size, None, rotate, polish)
     options = LocalizeOptions(top, size, max_error, min_inliers, fallback, backend, seed, batch)
     summary = localize_photos(photos, mapped, matcher, folder, options, given, listed, progress=True)
     summary = {"map": str(world)} | summary

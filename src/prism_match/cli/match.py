@@ -71,7 +71,7 @@ def match(
     first, second = load_image(image0), load_image(image1)
     region0 = None if mask0 is None else load_mask(mask0, first)
     region1 = None if mask1 is None else load_mask(mask1, second)
-    matcher = make_matcher(weights, model_config, device, precision, size, threshold, None, rotate, polish)
+    matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate, polish)
     folder = writable_folder(out)
     with busy("matching"):
         start = time.perf_counter()

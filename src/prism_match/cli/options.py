@@ -13,9 +13,7 @@ from prism_match.config import ModelConfig, Precision, Rotate, load_model_config
 if TYPE_CHECKING:
     from prism_match.engine import Matcher
 
-
 WEIGHTS_HELP = "A .safetensors file, or hf:OWNER/REPO[@REVISION][:FILE] [the shipped weights]"
-
 
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 PrecisionOption = Annotated[Precision, typer.Option(help="auto: bf16 on a GPU, fp32 elsewhere.")]
@@ -37,7 +35,9 @@ ThresholdOption = Annotated[Optional[float], typer.Option(help="Least confidence
 ConfigOption = Annotated[
     Optional[str], typer.Option(help="A preset (paper, tiny, ...) or a .toml/.json file.")
 ]
+BatchOption = Annotated[int, typer.Option(help="Pairs of equal size matched at a time.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+JsonFileOption = Annotated[Optional[Path], typer.Option("--json", help="Write the numbers here.")]
 
 
 def make_matcher(
@@ -46,26 +46,23 @@ def make_matcher(
     device: str,
     precision: Precision,
     size: int | None,
-    threshold: float | None,
-    max_matches: int | None,
+    threshold: float | None = None,
     rotate: Rotate = "auto",
     polish: bool = True,
 ) -> Matcher:
-    from prism_match.engine import MatcherSettings
+    from prism_match.engine import Matcher
     from prism_match.matcher import DEFAULT_SIZE
 
-    config = parse_config(model_config)
-    matcher = MatcherSettings(
+    matcher = Matcher(
         weights,
-        None if config is None else config.to_dict(),
-        device,
-        precision,
-        DEFAULT_SIZE if size is None else size,
-        threshold,
-        max_matches,
-        rotate,
-        polish,
-    ).open()
+        device=device,
+        precision=precision,
+        size=DEFAULT_SIZE if size is None else size,
+        threshold=threshold,
+        rotate=rotate,
+        polish=polish,
+        config=parse_config(model_config),
+    )
     if not matcher.info.trained:
         print("prism: the weights are untrained (random): the matches mean nothing yet", file=sys.stderr)
     return matcher

@@ -8,10 +8,14 @@ from typing import Annotated, Any, Optional
 import typer
 
 from prism_match.cli.options import (
+    ConfigOption,
     DeviceOption,
+    JsonFileOption,
     PolishOption,
     PrecisionOption,
     RotateOption,
+    SizeOption,
+    ThresholdOption,
     WeightsOption,
     make_matcher,
 )
@@ -61,19 +65,15 @@ def sfm(
     cell: CellOption = 3.0,
     max_error: ErrorOption = 1.5,
     max_keypoints: KeypointsOption = 8192,
-    size: Annotated[Optional[int], typer.Option(help="Longer side to match at, in pixels [832].")] = None,
-    threshold: Annotated[
-        Optional[float], typer.Option(help="Least confidence of a match [the model's].")
-    ] = None,
+    size: SizeOption = None,
+    threshold: ThresholdOption = None,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
     batch: Annotated[Optional[int], typer.Option(help="Pairs matched at a time [GPU 8, CPU 1].")] = None,
     weights: WeightsOption = None,
     rotate: RotateOption = "never",
     polish: PolishOption = True,
-    model_config: Annotated[
-        Optional[str], typer.Option(help="A preset (paper, tiny, ...) or a .toml/.json file.")
-    ] = None,
+    model_config: ConfigOption = None,
     matches: Annotated[
         Optional[Path], typer.Option(help="A matches.h5 to use as it is; nothing is matched.")
     ] = None,
@@ -82,7 +82,7 @@ def sfm(
     ] = False,
     feature_cache: Annotated[float, typer.Option(help="Disk for feature maps while matching, in GiB.")] = 8.0,
     threads: Annotated[int, typer.Option(help="Of COLMAP [all cores].")] = -1,
-    json_file: Annotated[Optional[Path], typer.Option("--json", help="Write the numbers here.")] = None,
+    json_file: JsonFileOption = None,
 ) -> None:
     """Reconstruct cameras and points from a folder of photos.
 
@@ -97,9 +97,8 @@ def sfm(
       prism sfm photos -o out --matches-only                on a machine with a GPU, then elsewhere
       prism sfm photos -o out2 --matches out/matches.h5
     """
-    from prism_match.engine.lock import lock_folder
     from prism_match.export.nerf import write_transforms
-    from prism_match.files import writable_folder, write_json
+    from prism_match.files import lock_folder, writable_folder, write_json
     from prism_match.maps.cameras import CameraOptions
     from prism_match.maps.reconstruction import (
         PairOptions,
@@ -126,19 +125,14 @@ def sfm(
         writable_folder(json_file.parent)
 
     def load_matcher() -> Any:
-        return make_matcher(weights, model_config, device, precision, size, threshold, None, rotate, polish)
+        return make_matcher(weights, model_config, device, precision, size, threshold, rotate, polish)
 
     if matches_only:
         files = find_images(images, out)
         with lock_folder(writable_folder(out)):
             found = match_images(files, out, options, load_matcher, True)
-        written = found.store.path
-        summary: dict[str, Any] = {
-            "pairs": len(found.pairs),
-            "skipped": found.broken,
-            "written": str(written),
-        }
-        rows = {"pairs": len(found.pairs), "written": written}
+        rows = {"pairs": len(found.pairs), "written": str(found.store.path)}
+        summary: dict[str, Any] = {**rows, "skipped": found.broken}
     else:
         summary = reconstruct(images, out, options, load_matcher, progress=True)
         write_transforms(out / "transforms.json", out / "sparse" / "0", Path(summary["photos"]))

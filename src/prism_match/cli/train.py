@@ -10,7 +10,7 @@ import typer
 
 from prism_match.cli.data import ColmapOption, MegaDepthOption, PhotosOption, RgbdOption, WorldsOption
 from prism_match.cli.options import DeviceOption
-from prism_match.config import ModelConfig
+from prism_match.config import load_model_config
 from prism_match.errors import UserError
 
 if TYPE_CHECKING:
@@ -56,8 +56,9 @@ def train(
 
     Example: prism train --photos my-photos --worlds --minutes 24 --out run
     """
-    from prism_match.evaluation.validation import pose_validation
+    from prism_match.evaluation.pose import pose_validation
     from prism_match.matcher import find_device
+    from prism_match.training.checkpoint import checkpoints
     from prism_match.training.config import load_train_config
     from prism_match.training.distributed import join_processes
     from prism_match.training.sources import SourceOptions, make_sources
@@ -70,12 +71,12 @@ def train(
         config = load_train_config(preset or "quick")
     if minutes is not None or steps is not None:
         config = config.replace(minutes=minutes, steps=steps)
-    config = config.replace(**_given(
-        lr=lr, accumulate=accumulate, seed=seed, shard_mib=shard_mib, compile=compile,
-        save_optimizer=save_optimizer, save_minutes=save_minutes, validate_minutes=validate_minutes,
-    ))  # fmt: skip
-    if model is not None:
-        config = config.replace(model=_model(model))
+    given = {
+        "lr": lr, "accumulate": accumulate, "seed": seed, "shard_mib": shard_mib, "compile": compile,
+        "save_optimizer": save_optimizer, "save_minutes": save_minutes, "validate_minutes": validate_minutes,
+        "model": None if model is None else load_model_config(model),
+    }  # fmt: skip
+    config = config.replace(**{k: v for k, v in given.items() if v is not None})
     if batch is not None or size is not None:
         config = config.replace(phases=_phases(config.phases, size, batch))
     _, where = join_processes(find_device(device))  # each process of torchrun has a device of its own
@@ -84,8 +85,8 @@ def train(
     options = SourceOptions(photos or (), worlds, colmap or (), megadepth, rgbd or (), mix, config.compile)
     if resume and init is not None:
         raise UserError("--resume and --init exclude each other")
-    if not resume:
-        _refuse_to_overwrite(out)
+    if not resume and checkpoints(out):
+        raise UserError(f"{out}: holds a run already; go on with --resume, or choose another --out")
     hook = None if validate is None else pose_validation(validate, where)
     trainer = Trainer(config, make_sources(options, where), out, where, hook)
     if resume:
@@ -106,30 +107,9 @@ def _settings_of(run: Path) -> TrainConfig:
         raise UserError(f"{run}: its settings cannot be read ({error}); give --preset") from error
 
 
-def _given(**options: object) -> dict[str, object]:
-    """The options that were given."""
-    return {k: v for k, v in options.items() if v is not None}
-
-
 def _phases(phases: tuple, size: int | None, batch: int | None) -> tuple:
     from dataclasses import replace
 
     if size is None:
         return tuple(replace(p, batch=batch) for p in phases)
     return (replace(phases[0], size=size, batch=batch or phases[0].batch),)
-
-
-def _model(name: str) -> ModelConfig:
-    from prism_match.config import load_model_config
-
-    try:
-        return load_model_config(name)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def _refuse_to_overwrite(out: Path) -> None:
-    from prism_match.training.checkpoint import checkpoints
-
-    if checkpoints(out):
-        raise UserError(f"{out}: holds a run already; go on with --resume, or choose another --out")

@@ -1,12 +1,13 @@
-"""What is known of photos that are needed again: in memory up to a limit, then on disk up to another."""
+"""What is known of photos that are needed again: in memory up to a limit, then on disk up to another; and the
+order of pairs in which few photos are needed at a time."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from prism_match.files import atomic_path, writable_folder
 
 NEVER = float("inf")
+Named = TypeVar("Named")
 
 
 def held_bytes(item: Any) -> int:
@@ -39,6 +41,19 @@ def held_bytes(item: Any) -> int:
 
     visit(item)
     return sum(found.values())
+
+
+def arrange(pairs: Sequence[tuple[Named, Named]], photos: int) -> list[int]:
+    """The order of the pairs in which about so many photos at a time are enough: those between one block of
+    photos and another come after each other, forth and back so that neighbouring blocks share one side.
+    Photos are numbered as they come, so that neighbours in a list are neighbours here."""
+    number: dict[Named, int] = {}
+    rows = [[number.setdefault(name, len(number)) for name in pair] for pair in pairs]
+    first, second = np.array(rows, np.int64).reshape(-1, 2).T
+    block = max(1, photos // 2)
+    row, column = first // block, second // block
+    snake = np.where(row % 2 == 0, column, -column)
+    return np.lexsort((second, first, snake, row)).tolist()
 
 
 class FeatureCache:

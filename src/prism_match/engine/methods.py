@@ -90,7 +90,7 @@ class Prism:
         return self.matcher.match_extracted(pairs, details=self.details)
 
     def unpack(self, tensors: dict[str, Any], texts: dict[str, str]) -> ImageFeatures:
-        return ImageFeatures.unpack(tensors, texts, self.matcher)
+        return ImageFeatures.unpack(tensors, texts, self.matcher.device, self.matcher.polish)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from prism_match.files import file_digest
 from prism_match.geometry import resize_matrix
 from prism_match.images import Image, ImageLike, load_image
 
-IMAGE_SUFFIXES = (".ppm", ".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 THREADS = min(8, os.cpu_count() or 1)  # that decode; Pillow and OpenCV let go of Python's lock
 
 Stamp = tuple[int, int, int, int]

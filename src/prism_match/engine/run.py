@@ -19,9 +19,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from prism_match.engine.features import FeatureCache, Shelf
+from prism_match.engine.features import FeatureCache, Shelf, arrange
 from prism_match.engine.methods import Method
-from prism_match.engine.order import arrange
 from prism_match.engine.photos import THREADS, Photo, Resize, identify
 from prism_match.engine.store import MatchStore, Names
 from prism_match.errors import UserError

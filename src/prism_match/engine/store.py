@@ -22,10 +22,9 @@ from urllib.parse import quote, unquote
 import h5py
 import numpy as np
 
-from prism_match.engine.lock import Lock
 from prism_match.engine.photos import Resize
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, short_hash, writable_folder
+from prism_match.files import Lock, atomic_path, short_hash, writable_folder
 from prism_match.matches import Matches
 
 FORMAT = 2

@@ -3,7 +3,7 @@ from Python."""
 
 from typing import Literal
 
-# In `benchmarks` there is a function of each name.
+# `benchmarks.BENCHMARKS` has a function for each name.
 Benchmark = Literal[
     "megadepth1500", "scannet1500", "hpatches", "pairs", "strecha", "rgbd", "megadepth-scale", "masks",
     "resolution", "ablation", "thresholds", "localization", "aachen", "inloc",

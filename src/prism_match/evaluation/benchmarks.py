@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import get_args
 
 from prism_match.engine.methods import Method
 from prism_match.engine.photos import Resize
 from prism_match.evaluation import Benchmark
 from prism_match.evaluation.hpatches import SHORTER_SIDE, evaluate_homography, read_hpatches
-from prism_match.evaluation.localization import localization  # noqa: F401
-from prism_match.evaluation.masks import masks  # noqa: F401
+from prism_match.evaluation.localization import localization
+from prism_match.evaluation.masks import masks
 from prism_match.evaluation.megadepth import read_megadepth
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
 from prism_match.evaluation.pairs import Pair, PosePair
@@ -21,10 +20,10 @@ from prism_match.evaluation.posed import in_resized_frames, read_calibrated, rea
 from prism_match.evaluation.report import Evidence, Report, breakdown, main_table, problems
 from prism_match.evaluation.rgbd import PAIRS, read_rgbd
 from prism_match.evaluation.runner import Result
-from prism_match.evaluation.scale import megadepth_scale  # noqa: F401
+from prism_match.evaluation.scale import megadepth_scale
 from prism_match.evaluation.scannet import FRAME, read_scannet
-from prism_match.evaluation.sweeps import ablation, resolution, thresholds  # noqa: F401
-from prism_match.evaluation.visloc import aachen, inloc  # noqa: F401
+from prism_match.evaluation.sweeps import ablation, resolution, thresholds
+from prism_match.evaluation.visloc import aachen, inloc
 
 FULL = {"megadepth1500": 1500, "scannet1500": 1500, "hpatches": 540}  # pairs the published numbers are for
 
@@ -71,15 +70,26 @@ def make_report(
     result: Result, found: Sequence[Pair], method: Method, resizing: Resize, o: Options
 ) -> Report:
     tables = [main_table(result), *breakdown(result, "split", "list"), *breakdown(result, "scene", "scene")]
-    caveat = ""
-    if len(result.scores) != FULL.get(result.benchmark, len(result.scores)):
-        caveat = (
-            f"the published numbers are for {FULL[result.benchmark]} pairs, ours for {len(result.scores)}"
-        )
+    ours = len(result.scores)
+    full = FULL.get(result.benchmark, ours)
+    caveat = "" if ours == full else f"the published numbers are for {full} pairs, ours for {ours}"
     evidence = Evidence(result, {p.name: p for p in found}, method, resizing, o.run)
     return Report(result.to_dict(), tables, {result.method: result}, evidence, problems(result), caveat)
 
 
-BENCHMARKS: dict[str, Callable[[Options], Report]] = {
-    name: globals()[name.replace("-", "_")] for name in get_args(Benchmark)
+BENCHMARKS: dict[Benchmark, Callable[[Options], Report]] = {
+    "megadepth1500": megadepth1500,
+    "scannet1500": scannet1500,
+    "hpatches": hpatches,
+    "pairs": pairs,
+    "strecha": strecha,
+    "rgbd": rgbd,
+    "megadepth-scale": megadepth_scale,
+    "masks": masks,
+    "resolution": resolution,
+    "ablation": ablation,
+    "thresholds": thresholds,
+    "localization": localization,
+    "aachen": aachen,
+    "inloc": inloc,
 }

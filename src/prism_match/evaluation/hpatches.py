@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,10 +22,8 @@ from prism_match.evaluation.pairs import HomographyPair
 from prism_match.evaluation.pose import check_ransac, degenerate
 from prism_match.evaluation.runner import Result, Run, Score, evaluate, failed
 from prism_match.geometry import MINIMUM, Backend, estimate, warp_points
+from prism_match.matcher import PairMatcher
 from prism_match.matches import Matches
-
-if TYPE_CHECKING:
-    from prism_match.matcher import PairMatcher
 
 SHORTER_SIDE = 480
 MOST_MATCHES = 1000
@@ -38,7 +35,7 @@ SPLITS = {"v": "viewpoint", "i": "illumination"}
 def read_hpatches(root: str | Path) -> list[HomographyPair]:
     """Image 1 of every sequence against each of the others."""
     root = Path(root)
-    folders = [p for p in sorted(root.glob("*")) if p.is_dir() and list(p.glob("H_1_*"))]
+    folders = sorted({file.parent for file in root.glob("*/H_1_*")})
     if not folders:
         raise UserError(f"{root}: no folders with H_1_2, ... here")
     return [pair for folder in folders for pair in read_sequence(folder)]

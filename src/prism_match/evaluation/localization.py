@@ -30,7 +30,7 @@ from prism_match.errors import UserError
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
 from prism_match.evaluation.pairs import choose
 from prism_match.evaluation.posed import read_cameras, read_scene
-from prism_match.evaluation.report import Report, Table, shorten
+from prism_match.evaluation.report import Report, Table, told
 from prism_match.evaluation.runner import Run, match_all, match_store, progress_bar
 from prism_match.evaluation.triangulate import PosedCamera, triangulate_map
 from prism_match.files import writable_folder
@@ -67,8 +67,7 @@ class Outcome:
     degrees: float
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, which does not know infinity."""
-        errors = {k: v if np.isfinite(v) else None for k, v in (("m", self.metres), ("deg", self.degrees))}
+        errors = {"m": finite(self.metres), "deg": finite(self.degrees)}
         return {"scene": self.scene, **self.found.to_dict(), **errors}
 
 
@@ -88,23 +87,20 @@ def localization(o: Options) -> Report:
         for scene, query, names in cases
     }
     by_name = dict(zip(jobs, cases, strict=True))
+    pnp: dict[str, Any] = {"threshold": threshold, "backend": backend, "seed": o.seed}
     clock = Clock()
     outcomes = {}
     for matched in match_jobs(jobs, method, resizing, o.run, clock):
         scene, query, _ = by_name[matched.query]
-        found = localize(
-            query, matched.found, scene.map_for(query.name), threshold=threshold, backend=backend, seed=o.seed
-        )
-        if found.T is None and matched.problems:
-            found = replace(found, problem="; ".join([found.problem, *matched.problems]))
+        world = scene.map_for(query.name)
+        found = localize(query, matched.found, world, **pnp, problems=matched.problems)
         outcomes[matched.query] = compare(scene.name, found, scene.truth[query.name])
     settings = {
         "size": resizing.side, "resize": str(resizing), "ransac": backend, "threshold": threshold,
         "top": top, "snap": o.snap, "seed": o.seed, "method_settings": method.settings,
     }  # fmt: skip
-    return make_report(
-        [outcomes[name] for name in jobs], method, o.within or WITHIN, settings, clock.milliseconds
-    )
+    ordered = [outcomes[name] for name in jobs]
+    return make_report(ordered, method, o.within or WITHIN, settings, clock.milliseconds)
 
 
 def pnp_backend(o: Options) -> PnpBackend:
@@ -181,26 +177,28 @@ def make_report(
         "benchmark": "localization", "method": method.name, **settings, **total, "scenes": per_scene,
         "milliseconds": milliseconds, "failures": failures, "per_query": [x.to_dict() for x in outcomes],
     }  # fmt: skip
-    notes = []
-    if failures:
-        listed = shorten([f"{k} ({v})" for k, v in failures.items()])
-        notes.append(f"{len(failures)} queries have no pose and count as such: {listed}")
+    notes = told(failures, "queries have no pose and count as such")
     return Report(summary, [Table(title, columns, [*rows, row("all", total)])], notes=notes)
 
 
 def summarise(outcomes: Sequence[Outcome], within: tuple[tuple[float, float], ...]) -> dict[str, Any]:
     """Medians over all queries, where one without pose is infinitely far off (null in JSON)."""
     metres, degrees = np.array([x.metres for x in outcomes]), np.array([x.degrees for x in outcomes])
-    medians = [float(np.median(x)) if len(x) else float("inf") for x in (metres, degrees)]
+    medians = [finite(float(np.median(x))) for x in (metres, degrees)]
+    shares = [float(100 * np.mean((metres <= m) & (degrees <= d))) for m, d in within]
     return {
         "queries": len(outcomes),
         "failed": sum(x.found.T is None for x in outcomes),
-        "median_m": medians[0] if np.isfinite(medians[0]) else None,
-        "median_deg": medians[1] if np.isfinite(medians[1]) else None,
-        "within": {f"{m:g} m, {d:g} deg": float(100 * np.mean((metres <= m) & (degrees <= d)))
-                   for m, d in within},
+        "median_m": medians[0],
+        "median_deg": medians[1],
+        "within": {f"{m:g} m, {d:g} deg": share for (m, d), share in zip(within, shares, strict=True)},
         "inliers": float(np.mean([x.found.inliers for x in outcomes])),
-    }  # fmt: skip
+    }
+
+
+def finite(value: float) -> float | None:
+    """For JSON, which does not know infinity."""
+    return value if np.isfinite(value) else None
 
 
 def row(name: str, numbers: dict[str, Any]) -> list[str]:
@@ -244,14 +242,13 @@ def read_calibrated_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
         cameras[name] = name, pinhole(K, *size), T
     pairs = read_scene(folder / "cameras.txt")
     matches = {}
-    with progress_bar(len(pairs), 0, f"map of {folder.name}", o.run.progress) as tick:
-        for pair, found in match_all(
-            pairs, Sift(), resizing, replace(o.run, cache=match_cache(o.run)), Clock()
-        ):
+    run = replace(o.run, cache=match_cache(o.run))
+    with progress_bar(len(pairs), 0, f"map of {folder.name}", o.run.progress) as bar:
+        for pair, found in match_all(pairs, Sift(), resizing, run, Clock()):
             if isinstance(found, Matches):
                 key = pair.image0.name, pair.image1.name
                 matches[key] = found.keypoints0, found.keypoints1
-            tick()
+            bar.update()
 
     @lru_cache(maxsize=2)
     def map_without(query: str) -> Map:
@@ -265,10 +262,7 @@ def read_calibrated_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
 
 
 def read_sequence_scene(folder: Path, o: Options, resizing: Resize) -> Scene:
-    try:
-        frames = {frame.image.name: frame for frame in read_sequence(folder)}
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    frames = {frame.image.name: frame for frame in read_sequence(folder)}
     if len(frames) < 2:
         raise UserError(f"{folder}: {len(frames)} frames that can be used, at least 2 are needed")
     world = DepthMap(frames, o.depth_scale)

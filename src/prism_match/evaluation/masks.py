@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,13 +21,11 @@ from prism_match.evaluation.megadepth import read_megadepth
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
 from prism_match.evaluation.pairs import PosePair
 from prism_match.evaluation.published import MASKS
-from prism_match.evaluation.report import Report, Table, shorten
+from prism_match.evaluation.report import Report, Table, told
 from prism_match.evaluation.runner import Run, match_all, progress_bar
 from prism_match.evaluation.scannet import FRAME, is_scannet, read_scannet
+from prism_match.matcher import PairMatcher
 from prism_match.matches import Matches
-
-if TYPE_CHECKING:
-    from prism_match.matcher import PairMatcher
 
 
 class Quality(NamedTuple):
@@ -53,8 +51,8 @@ def masks(o: Options) -> Report:
         "benchmark": "masks", "pairs": used, "size": resizing.side, "resize": str(resizing), "ransac": None,
         **scores, "images": sum(map(len, found)), "unusable": unusable,
     }  # fmt: skip
-    columns = {"miou": "mIoU", "recall": "recall", "pruned": "pruned",
-               "pruned_below_half": "pruned, overlap < 1/2"}  # fmt: skip
+    below = "pruned, overlap < 1/2"
+    columns = {"miou": "mIoU", "recall": "recall", "pruned": "pruned", "pruned_below_half": below}
     miou, recall = MASKS["scannet" if indoor else "megadepth"]
     measured: dict[str, dict[str, float | None]] = {
         "PRISM (ours)": scores,
@@ -66,10 +64,7 @@ def masks(o: Options) -> Report:
         for name, values in measured.items()
     ]
     title = f"masks of the last MPM: {used} pairs, {resizing}"
-    notes = []
-    if unusable:
-        listed_problems = shorten([f"{k} ({v})" for k, v in unusable.items()])
-        notes.append(f"{len(unusable)} pairs cannot be measured and are in no average: {listed_problems}")
+    notes = told(unusable, "pairs cannot be measured and are in no average")
     return Report(summary, [Table(title, ["", *columns.values()], rows)], notes=notes)
 
 
@@ -84,7 +79,7 @@ def measure_masks(
     unusable: dict[str, str] = {p.name: p.problem for p in pairs if p.problem}
     usable = [p for p in pairs if not p.problem]
     method = Prism(matcher, details=True)
-    with progress_bar(len(usable), 0, "masks", progress) as tick:
+    with progress_bar(len(usable), 0, "masks", progress) as bar:
         for pair, matches in match_all(usable, method, resizing, Run(), Clock()):
             try:
                 if isinstance(matches, str):
@@ -95,7 +90,7 @@ def measure_masks(
                 found.append(qualities)
             except UserError as error:
                 unusable[pair.name] = str(error)
-            tick()
+            bar.update()
     return found, unusable
 
 

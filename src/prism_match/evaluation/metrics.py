@@ -31,11 +31,6 @@ def pose_errors(rotation: np.ndarray, translation: np.ndarray, T_0to1: np.ndarra
     return turn, direction_angle(translation, true) if np.linalg.norm(true) > 1e-9 else 0.0
 
 
-def pose_error(rotation: np.ndarray, translation: np.ndarray, T_0to1: np.ndarray) -> float:
-    """Degrees: the larger of the two errors, the one that the benchmarks count."""
-    return max(pose_errors(rotation, translation, T_0to1))
-
-
 def auc(errors: Iterable[float], thresholds: Iterable[float]) -> dict[str, float]:
     """Percent of the area under the curve of recall over error, up to each threshold.
 

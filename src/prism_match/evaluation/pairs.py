@@ -64,6 +64,10 @@ class HomographyPair(Pair):
         return "no homography is given" if self.H is None or not np.isfinite(self.H).all() else ""
 
 
+def existing(path: Path) -> Path | None:
+    return path if path.is_file() else None
+
+
 def name_apart(pairs: Iterable[AnyPair]) -> list[AnyPair]:
     """A pair that is listed twice counts twice: the second one is called "NAME #2"."""
     seen: Counter[str] = Counter()

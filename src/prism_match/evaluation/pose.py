@@ -6,15 +6,19 @@ pixels, over the mean focal length; confidence 0.99999."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
+import torch
 
+from prism_match.engine import Matcher
 from prism_match.engine.methods import Method, as_method
 from prism_match.engine.photos import Resize, scale_points
 from prism_match.errors import UserError
+from prism_match.evaluation.megadepth import read_megadepth
 from prism_match.evaluation.metrics import (
     EPIPOLAR_THRESHOLD,
     POSE_THRESHOLDS,
@@ -26,10 +30,10 @@ from prism_match.evaluation.metrics import (
 from prism_match.evaluation.pairs import PosePair
 from prism_match.evaluation.runner import Result, Run, Score, evaluate, failed
 from prism_match.geometry import MINIMUM, Backend, estimate, import_poselib
+from prism_match.matcher import PairMatcher
 from prism_match.matches import Matches
-
-if TYPE_CHECKING:
-    from prism_match.matcher import PairMatcher
+from prism_match.model.prism import PRISM
+from prism_match.weights.store import export_weights
 
 THRESHOLDS: dict[Backend, float] = {"opencv": 0.5, "usac": 0.5, "poselib": 1.5}  # pixels
 # OpenCV's own default for the essential matrix, which the published numbers were made with; for the others
@@ -61,6 +65,23 @@ def evaluate_pose(
     return evaluate(
         benchmark, pairs, as_method(method), scorer, resizing, POSE_THRESHOLDS, settings, run or Run()
     )
+
+
+def pose_validation(folder: Path, device: torch.device) -> Callable[[PRISM], dict[str, float]]:
+    """Scores weights while training runs: AUC of the pose error on a folder of MegaDepth's layout
+    (`scene_info`, images), with OpenCV's RANSAC.
+
+    The folder is read now, so that a wrong one is told before the training and not after its first hour."""
+    pairs = read_megadepth(folder)
+
+    def validate(model: PRISM) -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as temporary:
+            files = export_weights(Path(temporary) / "now.safetensors", model.state_dict(), model.config, {})
+            result = evaluate_pose(pairs, Matcher(files[0], device=device, rotate="never"))
+        scores = {f"auc@{k}": v for k, v in result.auc.items()}
+        return {**scores, "matches": result.mean("matches"), "precision": result.mean("precision")}
+
+    return validate
 
 
 def check_ransac(ransac: Backend, threshold: float | None, usual: dict[Backend, float]) -> float:

@@ -12,7 +12,8 @@ from prism_match.engine.photos import Resize, scaling
 from prism_match.errors import UserError
 from prism_match.evaluation.megadepth import relative_pose
 from prism_match.evaluation.pairs import PosePair
-from prism_match.files import read_words
+from prism_match.files import parse_lines
+from prism_match.geometry import pose_matrix
 from prism_match.images import image_size
 
 WIDEST = 45.0  # degrees between the optical axes of two cameras that are matched with each other
@@ -31,19 +32,16 @@ def read_pair_list(path: str | Path) -> list[PosePair]:
         if len(lists) != 1:
             raise UserError(f"{path}: {len(lists)} text files here; give the one that lists the pairs")
         path = lists[0]
-    return [parse_pair(path, n, words) for n, words in read_words(path)]
-
-
-def parse_pair(path: Path, line: int, words: list[str]) -> PosePair:
-    try:
-        if len(words) not in (2, 4, 22, 38):
-            raise ValueError(f"{len(words)} columns instead of 38")
-        if any(word != "0" for word in words[2:4]):
-            raise ValueError("rotated images are not supported: turn them upright first")
-        numbers = np.array(words[4:], dtype=float)
-    except ValueError as error:
-        raise UserError(f"{path}, line {line}: {error}") from error
     folder = path.parent / "images" if (path.parent / "images").is_dir() else path.parent
+    return parse_lines(path, lambda words: parse_pair(folder, words))
+
+
+def parse_pair(folder: Path, words: list[str]) -> PosePair:
+    if len(words) not in (2, 4, 22, 38):
+        raise ValueError(f"{len(words)} columns instead of 38")
+    if any(word != "0" for word in words[2:4]):
+        raise ValueError("rotated images are not supported: turn them upright first")
+    numbers = np.array(words[4:], dtype=float)
     matrices = np.pad(numbers, (0, 34 - len(numbers)), constant_values=np.nan)
     return PosePair(
         name=f"{words[0]}-{words[1]}",
@@ -58,16 +56,15 @@ def parse_pair(path: Path, line: int, words: list[str]) -> PosePair:
 def in_resized_frames(pairs: list[PosePair], resizing: Resize) -> list[PosePair]:
     """The same pairs with intrinsics, and so the RANSAC threshold, in pixels of the resized images, as
     SuperGlue has them. Pairs whose images cannot be read stay as they are; they will fail by name."""
-    return [resized_frames(pair, resizing) for pair in pairs]
-
-
-def resized_frames(pair: PosePair, resizing: Resize) -> PosePair:
-    sizes = image_size(pair.image0), image_size(pair.image1)
-    if sizes[0] is None or sizes[1] is None:
-        return pair
-    frames = resizing(sizes[0]), resizing(sizes[1])
-    K0, K1 = scaling(sizes[0], frames[0]) @ pair.K0, scaling(sizes[1], frames[1]) @ pair.K1
-    return replace(pair, K0=K0, K1=K1, frame0=frames[0], frame1=frames[1])
+    resized = []
+    for pair in pairs:
+        size0, size1 = image_size(pair.image0), image_size(pair.image1)
+        if size0 is not None and size1 is not None:
+            frame0, frame1 = resizing(size0), resizing(size1)
+            K0, K1 = scaling(size0, frame0) @ pair.K0, scaling(size1, frame1) @ pair.K1
+            pair = replace(pair, K0=K0, K1=K1, frame0=frame0, frame1=frame1)
+        resized.append(pair)
+    return resized
 
 
 def read_calibrated(root: str | Path) -> list[PosePair]:
@@ -85,11 +82,13 @@ def read_calibrated(root: str | Path) -> list[PosePair]:
 
 def read_cameras(file: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """3 3 intrinsics and 4 4 pose, world to camera, by the name of the image."""
-    try:
-        rows = [row for _, row in read_words(file)]
-        return {row[0]: camera_matrices(np.array(row[1:], dtype=float).reshape(16)) for row in rows}
-    except ValueError as error:
-        raise UserError(f"{file}: not a list of cameras ({error})") from error
+
+    def parse(words: list[str]) -> tuple[str, tuple[np.ndarray, np.ndarray]]:
+        if len(words) != 17:
+            raise ValueError(f"{len(words)} words instead of image fx fy cx cy R (9 numbers) t (3)")
+        return words[0], camera_matrices(np.array(words[1:], dtype=float))
+
+    return dict(parse_lines(file, parse))
 
 
 def read_scene(file: Path) -> list[PosePair]:
@@ -117,6 +116,5 @@ def read_scene(file: Path) -> list[PosePair]:
 def camera_matrices(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """3 3 and 4 4 (world to camera) of the 16 numbers of a camera."""
     fx, fy, cx, cy = numbers[:4]
-    T = np.eye(4)
-    T[:3, :3], T[:3, 3] = numbers[4:13].reshape(3, 3), numbers[13:]
-    return np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]]), T
+    K = np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])
+    return K, pose_matrix(numbers[4:13].reshape(3, 3), numbers[13:])

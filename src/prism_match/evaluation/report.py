@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from prism_match.images import load_image, write_png
 from prism_match.matches import Matches
 
 SHOWN = 5  # worst and best pairs that are drawn
+NAMED = 5  # of those that something is wrong with
 
 
 @dataclass(frozen=True)
@@ -125,18 +126,15 @@ def breakdown(result: Result, key: str, title: str) -> list[Table]:
 
 def problems(result: Result) -> list[str]:
     """A line about what failed and what could not be measured, by name."""
-    notes = []
-    if result.failures:
-        listed = shorten([f"{k} ({v})" for k, v in result.failures.items()])
-        notes.append(f"{len(result.failures)} pairs failed and count as such: {listed}")
-    if result.unusable:
-        listed = shorten([f"{k} ({v})" for k, v in result.unusable.items()])
-        notes.append(f"{len(result.unusable)} pairs cannot be scored and are in no average: {listed}")
-    return notes
+    unusable = told(result.unusable, "pairs cannot be scored and are in no average")
+    return told(result.failures, "pairs failed and count as such") + unusable
 
 
-def shorten(items: Sequence[str], most: int = 5) -> str:
-    return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
+def told(reasons: dict[str, str], what: str) -> list[str]:
+    """A line about what went wrong with some, by name, if anything did."""
+    listed = "; ".join([f"{k} ({v})" for k, v in reasons.items()][:NAMED])
+    more = f"; and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
+    return [f"{len(reasons)} {what}: {listed}{more}"] if reasons else []
 
 
 def auc_columns(result: Result) -> list[str]:
@@ -210,14 +208,14 @@ def draw_extremes(evidence: Evidence) -> dict[str, np.ndarray]:
     ranked = sorted((s for s in evidence.result.scores if s.matches), key=lambda s: s.error)
     best = ranked[:SHOWN]
     worst = [s for s in reversed(ranked) if s not in best][:SHOWN]
-    chosen = {s.name: (f"{kind}_{n}.png", s) for kind, scores in (("best", best), ("worst", worst))
-              for n, s in enumerate(scores, 1)}  # fmt: skip
+    chosen = {s.name: (f"best_{n}.png", s) for n, s in enumerate(best, 1)}
+    chosen |= {s.name: (f"worst_{n}.png", s) for n, s in enumerate(worst, 1)}
     pairs = [evidence.pairs[name] for name in chosen]
     found = match_all(pairs, evidence.method, evidence.resizing, evidence.run, Clock())
     pictures = {}
     for pair, matches in found:
-        name, score = chosen[pair.name]
         if isinstance(matches, Matches):
+            name, score = chosen[pair.name]
             pictures[name] = draw_pair(pair, matches, score, evidence.resizing)
     return dict(sorted(pictures.items()))
 

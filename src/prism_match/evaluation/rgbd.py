@@ -24,10 +24,7 @@ def read_rgbd(root: str | Path, count: int = PAIRS, seed: int = 0) -> tuple[list
     """`count` pairs, from little to much overlap, and the overlap of each by its name."""
     if count < 1:
         raise UserError(f"the number of pairs must be at least 1, not {count}")
-    try:
-        found = [pair for folder in find_sequences(Path(root)) for pair in overlapping_pairs(folder)]
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    found = [pair for folder in find_sequences(Path(root)) for pair in overlapping_pairs(folder)]
     if not found:
         raise UserError(f"{root}: no two frames overlap by {BINS[0]} to {BINS[-1]}")
     overlaps = np.array([overlap for _, overlap in found])

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+from tqdm import tqdm
 
 from prism_match.engine import Clock, Engine, Limits, MatchStore, Names, Resize
-from prism_match.engine.lock import lock_folder
 from prism_match.engine.methods import Method
 from prism_match.engine.photos import content_of
 from prism_match.errors import UserError
 from prism_match.evaluation.metrics import auc
 from prism_match.evaluation.pairs import Pair, name_apart
-from prism_match.files import atomic_path, short_hash, writable_folder
+from prism_match.files import atomic_path, lock_folder, short_hash, writable_folder
 from prism_match.matches import Matches
 
 
@@ -132,12 +132,12 @@ def evaluate(
     scores |= {k: v for k, v in journal.done.items() if k not in scores}
     left = [p for p in usable if p.name not in scores]
     clock = Clock()
-    with journal, progress_bar(len(usable), len(usable) - len(left), benchmark, run.progress) as tick:
+    with journal, progress_bar(len(usable), len(usable) - len(left), benchmark, run.progress) as bar:
         matched = match_all(left, method, resizing, run, clock)
         for score in score_all(matched, scorer, run.workers):
             scores[score.name] = score
             journal.add(score)
-            tick()
+            bar.update()
     ordered = tuple(scores[p.name] for p in usable)
     return Result(benchmark, method.name, settings, thresholds, ordered, unusable, clock.milliseconds)
 
@@ -184,10 +184,8 @@ def score_all(
     waiting: deque[Future[Score]] = deque()
     try:
         for pair, found in matched:
-            if isinstance(found, str):
-                waiting.append(pool.submit(failed, pair, found))
-            else:
-                waiting.append(pool.submit(scorer, pair, found))
+            work: Callable[[Any, Any], Score] = failed if isinstance(found, str) else scorer
+            waiting.append(pool.submit(work, pair, found))
             while waiting and waiting[0].done():
                 yield waiting.popleft().result()
         while waiting:
@@ -218,12 +216,12 @@ class Journal:
         for line in lines:
             try:
                 values = json.loads(line)
-                key, score = values.pop("key"), score_from_json(values)
+                key, error = values.pop("key"), values.pop("error")
+                score = Score(**values, error=float("inf") if error is None else error)
             except (ValueError, TypeError, KeyError, AttributeError):  # half-written, or damaged
                 continue
-            if (
-                self.keys.setdefault(score.name, key) == key
-            ):  # pairs that this run leaves out stay as they are
+            # Pairs that this run leaves out stay as they are.
+            if self.keys.setdefault(score.name, key) == key:
                 self.done[score.name] = score
 
     def __enter__(self) -> Journal:
@@ -263,13 +261,5 @@ def score_to_json(score: Score) -> dict[str, Any]:
     return asdict(score) | {"error": score.error if np.isfinite(score.error) else None}
 
 
-def score_from_json(values: dict[str, Any]) -> Score:
-    return Score(**values | {"error": float("inf") if values["error"] is None else values["error"]})
-
-
-@contextmanager
-def progress_bar(total: int, done: int, what: str, show: bool) -> Iterator[Callable[[], Any]]:
-    from tqdm import tqdm
-
-    with tqdm(total=total, initial=done, desc=what, unit="pair", disable=None if show else True) as bar:
-        yield lambda: bar.update()
+def progress_bar(total: int, done: int, what: str, show: bool) -> tqdm:
+    return tqdm(total=total, initial=done, desc=what, unit="pair", disable=None if show else True)

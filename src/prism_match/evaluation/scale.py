@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from prism_match.engine.photos import Resize
+from prism_match.engine.photos import Resize, content_of
 from prism_match.errors import UserError
 from prism_match.evaluation.megadepth import read_megadepth
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
@@ -28,7 +28,7 @@ from prism_match.evaluation.report import (
     problems,
 )
 from prism_match.evaluation.runner import Run, progress_bar
-from prism_match.files import write_json
+from prism_match.files import short_hash, write_json
 
 BINS = {f"[{low}, {low + 1})" if low < 4 else "[4, inf)": low for low in SCALE}
 
@@ -75,21 +75,32 @@ def scale_ratios(
     folder = run.cache or run.out
     file = folder / f"scale_ratios_{resizing.side}.json" if folder else None
     known = read_ratios(file)
+    ratios: dict[str, float] = {}
     unknown: dict[str, str] = {}
-    with progress_bar(len(pairs), 0, "scale ratios", run.progress) as tick:
+    with progress_bar(len(pairs), 0, "scale ratios", run.progress) as bar:
         for pair in pairs:
-            if pair.name not in known:
-                try:
-                    known[pair.name] = scale_ratio(pair, resizing)
-                except UserError as error:
-                    unknown[pair.name] = str(error)
-            tick()
+            try:
+                key = geometry_key(pair)
+                if key not in known:
+                    known[key] = scale_ratio(pair, resizing)
+                if np.isfinite(known[key]):
+                    ratios[pair.name] = known[key]
+                else:
+                    unknown[pair.name] = "too little is seen by both images"
+            except UserError as error:
+                unknown[pair.name] = str(error)
+            bar.update()
     if file is not None and file.parent.is_dir():
         write_json(file, {k: v if np.isfinite(v) else None for k, v in known.items()})
-    names = {p.name for p in pairs}
-    ratios = {k: v for k, v in known.items() if k in names and np.isfinite(v)}
-    too_few = {k: "too little is seen by both images" for k in known if k in names and k not in ratios}
-    return ratios, unknown | too_few
+    return ratios, unknown
+
+
+def geometry_key(pair: PosePair) -> str:
+    """All that a scale ratio depends on but for the resizing."""
+    files = (pair.image0, pair.image1, pair.depth0, pair.depth1)
+    contents = [content_of(path) for path in files if path is not None and path.is_file()]
+    cameras = [None if x is None else x.tolist() for x in (pair.K0, pair.K1, pair.T_0to1)]
+    return short_hash([contents, cameras, pair.frame0, pair.frame1])
 
 
 def read_ratios(file: Path | None) -> dict[str, float]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from prism_match.errors import UserError
 from prism_match.evaluation.megadepth import relative_pose
-from prism_match.evaluation.pairs import PosePair
+from prism_match.evaluation.pairs import PosePair, existing
 
 FRAME = (640, 480)
 
@@ -30,8 +30,7 @@ def read_scannet(root: str | Path) -> list[PosePair]:
             raise UserError(f"{root / name}: no such file; it comes with LoFTR's list of pairs")
     try:
         with np.load(root / "test.npz") as index, np.load(root / "intrinsics.npz") as intrinsics:
-            known = dict(intrinsics)
-            listed = dict(index)
+            listed, known = dict(index), dict(intrinsics)
         rows = [tuple(map(int, row)) for row in listed["name"]]
         poses = listed.get("rel_pose", [None] * len(rows))
         folder = root / "scannet_test_1500"
@@ -74,7 +73,3 @@ def pose_from_files(folder: Path, a: int, b: int) -> np.ndarray | None:
         return relative_pose(*map(np.linalg.inv, world))
     except (OSError, ValueError, np.linalg.LinAlgError):
         return None
-
-
-def existing(path: Path) -> Path | None:
-    return path if path.is_file() else None

@@ -23,14 +23,12 @@ def triangulate_map(
     cameras: Sequence[PosedCamera],
     matches: Mapping[tuple[str, str], tuple[np.ndarray, np.ndarray]],
     path: Path,
-    max_error: float = MAX_ERROR,
 ) -> Model:
     """matches: of pairs of names, m 2 and m 2 pixels. The same key point must have the same pixels in all
-    pairs of a photo, as SIFT's have. Matches that disagree with the cameras by more than `max_error` pixels
+    pairs of a photo, as SIFT's have. Matches that disagree with the cameras by more than MAX_ERROR pixels
     are left out, and so are points whose rays are nearly parallel."""
     index = {name: n for n, (name, _, _) in enumerate(cameras)}
-    edges, nodes = _verified_edges(cameras, index, matches, max_error)
-    view, pixels = nodes
+    edges, (view, pixels) = _verified_edges(cameras, index, matches)
     track = components(len(view), edges)
     # A track with two key points in one photo is wrong somewhere: where, nobody knows.
     pair = track.astype(np.int64) * len(cameras) + view
@@ -48,7 +46,7 @@ def triangulate_map(
         names, track = np.unique(track, return_inverse=True)
         xyz = _triangulate(track, len(names), T[view], rays)
         error = _errors(xyz[track], T[view], rays) * focal[view]
-        good = (error <= max_error) & _wide_enough(track, len(names), xyz, T[view])[track]
+        good = (error <= MAX_ERROR) & _wide_enough(track, len(names), xyz, T[view])[track]
         good &= np.bincount(track[good], minlength=len(names))[track] >= 2
         view, pixels, track, rays = view[good], pixels[good], track[good], rays[good]
     names, track = np.unique(track, return_inverse=True)
@@ -64,7 +62,6 @@ def _verified_edges(
     cameras: Sequence[PosedCamera],
     index: dict[str, int],
     matches: Mapping[tuple[str, str], tuple[np.ndarray, np.ndarray]],
-    max_error: float,
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Edges e 2 between key points, and of each key point its photo (n) and pixels (n 2)."""
     ends: list[tuple[np.ndarray, np.ndarray]] = []  # photo and pixels, of first and second ends in turn
@@ -73,7 +70,7 @@ def _verified_edges(
         plane = camera_a.normalise(pixels_a), camera_b.normalise(pixels_b)
         squared = epipolar_errors(*plane, np.eye(3), np.eye(3), T_b @ np.linalg.inv(T_a))
         focal = (camera_a.K[0, 0] + camera_b.K[0, 0]) / 2
-        good = focal * np.sqrt(squared / 2) <= max_error
+        good = focal * np.sqrt(squared / 2) <= MAX_ERROR
         for name, pixels in ((a, pixels_a), (b, pixels_b)):
             ends.append((np.full(good.sum(), index[name]), np.asarray(pixels, np.float64)[good]))
     if not ends:

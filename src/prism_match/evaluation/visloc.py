@@ -7,8 +7,8 @@ of the most similar map photo, where it is known."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from prism_match.cameras import Camera, read_camera_list
 from prism_match.colmap_model import is_model, read_model
@@ -18,7 +18,7 @@ from prism_match.evaluation.localization import match_jobs, pnp_backend
 from prism_match.evaluation.options import Options
 from prism_match.evaluation.pairs import choose
 from prism_match.evaluation.published import LOCALIZATION
-from prism_match.evaluation.report import Report, Table, shorten
+from prism_match.evaluation.report import Report, Table, told
 from prism_match.files import writable_folder
 from prism_match.images import image_size
 from prism_match.maps.landmarks import Map, ScanMap, SfmMap
@@ -91,14 +91,12 @@ def submission(
     resizing = Resize(longer=o.size or SIZE)
     chosen = choose(list(queries), o.pairs, o.seed)
     jobs = {q: (queries[q].path, {r: world.path(r) for r in ranked[q][: o.top]}) for q in chosen}
+    pnp: dict[str, Any] = {"threshold": threshold, "backend": backend, "seed": o.seed}
     clock = Clock()
     found = {}
     for matched in match_jobs(jobs, method, resizing, o.run, clock):
-        result = localize(
-            queries[matched.query], matched.found, world, threshold=threshold, backend=backend, seed=o.seed
-        )
-        if result.T is None:
-            result = replace(result, problem="; ".join([result.problem, *matched.problems]))
+        query = queries[matched.query]
+        result = localize(query, matched.found, world, **pnp, problems=matched.problems)
         found[matched.query] = with_fallback(result, world, ranked[matched.query])
     results = [found[q] for q in chosen]
     path = writable_folder(o.run.out) / f"{name}_poses.txt"
@@ -123,6 +121,5 @@ def submission(
         [[who, *values.values()] for who, values in LOCALIZATION[name].items()],
     )
     notes = [f"{path}: hand it in at visuallocalization.net to have it scored"]
-    if failed:
-        notes.append(f"without a pose of their own: {shorten([f'{k} ({v})' for k, v in failed.items()])}")
+    notes += told(failed, "queries without a pose of their own")
     return Report(summary, [table, published], notes=notes)

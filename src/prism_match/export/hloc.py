@@ -188,7 +188,8 @@ def read_all(
             scales |= store.scales
         else:
             single.append(Matches.load(path))
-    root = images.resolve() if images else common_folder([n for m in single for n in (m.name0, m.name1)])
+    folders = {str(Path(name).resolve().parent) for m in single for name in (m.name0, m.name1)}
+    root = images.resolve() if images else Path(os.path.commonpath(folders) if folders else "")
     for m in single:
         names = tuple(relative(n, root) for n in (m.name0, m.name1))
         found[names[0], names[1]] = m
@@ -196,11 +197,6 @@ def read_all(
     if not found:
         raise UserError(f"{paths[0]}: no matches in it")
     return found, sizes, scales
-
-
-def common_folder(names: list[str]) -> Path:
-    folders = {str(Path(n).resolve().parent) for n in names}
-    return Path(os.path.commonpath(folders)) if folders else Path()
 
 
 def relative(name: str, root: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class CameraOptions:
 class Cameras:
     """As COLMAP has them: its pixels begin with the centre of the first one at (0.5, 0.5)."""
 
-    cameras: list[dict[str, Any]]  # model, width, height, params, prior (whether the focal length is known)
+    cameras: list[dict[str, Any]]  # what pycolmap.Camera takes
     of_image: dict[str, int]  # row in `cameras`
 
 
@@ -49,19 +49,26 @@ class Exif:
 
 def choose_cameras(images: Mapping[str, tuple[Path | None, Size]], options: CameraOptions) -> Cameras:
     """images: file (None where it is not at hand) and size by name."""
-    if options.intrinsics is not None:
-        return given_cameras(images, options.intrinsics)
-    cameras: list[dict[str, Any]] = []
-    of_image: dict[str, int] = {}
-    rows: dict[Any, int] = {}
+    given = None if options.intrinsics is None else read_intrinsics(options.intrinsics, images)
+    cameras: dict[Any, dict[str, Any]] = {}  # by what tells them apart
+    keys: dict[str, Any] = {}
     for name, (path, size) in images.items():
-        exif = read_exif(path, size) if path is not None else Exif((), None)
-        key = camera_key(name, size, exif, options.sharing)
-        if key not in rows:
-            rows[key] = len(cameras)
-            cameras.append(make_camera(options.model, size, exif.focal))
-        of_image[name] = rows[key]
-    return Cameras(cameras, of_image)
+        width, height = size
+        if given is not None:
+            keys[name] = given[name], size
+            fx, fy, cx, cy = given[name]
+            model, params, known = "PINHOLE", [fx, fy, cx + 0.5, cy + 0.5], True
+        else:
+            exif = read_exif(path, size)
+            keys[name] = camera_key(name, size, exif, options.sharing)
+            model, known = options.model, exif.focal is not None
+            count, focals = CAMERA_MODELS[model]
+            focal = [exif.focal or UNKNOWN_FOCAL * max(size)] * focals
+            params = [*focal, width / 2, height / 2] + [0.0] * (count - focals - 2)
+        camera = {"model": model, "width": width, "height": height, "params": params}
+        cameras.setdefault(keys[name], camera | {"has_prior_focal_length": known})
+    rows = {key: n for n, key in enumerate(cameras)}
+    return Cameras(list(cameras.values()), {name: rows[key] for name, key in keys.items()})
 
 
 def camera_key(name: str, size: Size, exif: Exif, sharing: Sharing) -> Any:
@@ -73,52 +80,26 @@ def camera_key(name: str, size: Size, exif: Exif, sharing: Sharing) -> Any:
     return (size, exif.camera) if exif.camera else name
 
 
-def make_camera(model: str, size: Size, focal: float | None) -> dict[str, Any]:
-    width, height = size
-    count, focals = CAMERA_MODELS[model]
-    length = UNKNOWN_FOCAL * max(size) if focal is None else focal
-    params = [length] * focals + [width / 2, height / 2] + [0.0] * (count - focals - 2)
-    return {"model": model, "width": width, "height": height, "params": params, "prior": focal is not None}
-
-
-def given_cameras(images: Mapping[str, tuple[Path | None, Size]], intrinsics: str) -> Cameras:
-    by_name = read_intrinsics(Path(intrinsics)) if Path(intrinsics).is_file() else None
-    for_all = None if by_name is not None else parse_numbers(intrinsics)
-    cameras: list[dict[str, Any]] = []
-    of_image: dict[str, int] = {}
-    rows: dict[Any, int] = {}
-    for name, (_, size) in images.items():
-        k = for_all if by_name is None else by_name.get(name)
-        if k is None:
-            raise UserError(f"{intrinsics}: no line for {name}")
-        if (k, size) not in rows:
-            rows[k, size] = len(cameras)
-            params = [*k[:2], k[2] + 0.5, k[3] + 0.5]
-            cameras.append(
-                {"model": "PINHOLE", "width": size[0], "height": size[1], "params": params, "prior": True}
-            )
-        of_image[name] = rows[k, size]
-    return Cameras(cameras, of_image)
-
-
-def parse_numbers(text: str) -> tuple[float, ...]:
+def read_intrinsics(text: str, names: Iterable[str]) -> dict[str, tuple[float, ...]]:
+    """fx fy cx cy of each image: those four for all, or a file of `image fx fy cx cy` lines, where whatever
+    follows on a line is left alone."""
+    wanted = "image fx fy cx cy"
+    if Path(text).is_file():
+        known = {}
+        for n, words in read_words(Path(text)):
+            try:
+                known[words[0]] = check_numbers(words[1:5])
+            except ValueError as error:
+                raise UserError(f"{text}, line {n}: not {wanted} ({error})") from error
+        missing = [name for name in names if name not in known]
+        if missing:
+            raise UserError(f"{text}: no line for {missing[0]}")
+        return known
     try:
-        return check_numbers(text.replace(",", " ").split())
+        return dict.fromkeys(names, check_numbers(text.replace(",", " ").split()))
     except ValueError as error:
-        raise UserError(
-            f"intrinsics are fx,fy,cx,cy or a file with lines of image fx fy cx cy, not {text!r} ({error})"
-        ) from error
-
-
-def read_intrinsics(path: Path) -> dict[str, tuple[float, ...]]:
-    """`image fx fy cx cy` a line; whatever follows on the line is left alone."""
-    result = {}
-    for n, words in read_words(path):
-        try:
-            result[words[0]] = check_numbers(words[1:5])
-        except ValueError as error:
-            raise UserError(f"{path}, line {n}: not image fx fy cx cy ({error})") from error
-    return result
+        reason = f"fx,fy,cx,cy or a file with lines of {wanted}, not {text!r} ({error})"
+        raise UserError(f"intrinsics are {reason}") from error
 
 
 def check_numbers(words: list[str]) -> tuple[float, ...]:
@@ -130,10 +111,12 @@ def check_numbers(words: list[str]) -> tuple[float, ...]:
     return numbers
 
 
-def read_exif(path: Path, size: Size) -> Exif:
-    """What the file says about its camera; nothing where it says nothing."""
+def read_exif(path: Path | None, size: Size) -> Exif:
+    """What the file says about its camera; nothing where it says nothing, or there is none."""
     import PIL.Image
 
+    if path is None:
+        return Exif((), None)
     try:
         with PIL.Image.open(path) as image:
             exif = image.getexif()

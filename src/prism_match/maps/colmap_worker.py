@@ -53,8 +53,8 @@ def emit(message: dict[str, Any]) -> None:
 def write_database(
     tracks: str, database: str, cameras: list[dict[str, Any]], images: dict[str, int], overwrite: bool
 ) -> dict[str, int]:
-    """Keypoints and matches into a database, new or not. cameras: model, width, height, params (in COLMAP's
-    pixels), prior; images: which camera each has. Images that the database knows keep their cameras."""
+    """Keypoints and matches into a database, new or not. cameras: what pycolmap takes; images: which of them
+    each has. Images that the database knows keep their cameras."""
     import pycolmap
 
     shared, _ = load_tracks(Path(tracks))
@@ -75,7 +75,7 @@ def write_database(
             if name in known:
                 continue
             if camera not in ids:
-                ids[camera] = add_camera(db, cameras[camera])
+                ids[camera] = db.write_camera(pycolmap.Camera(**cameras[camera]))
             known[name] = db.write_image(pycolmap.Image(name=name, camera_id=ids[camera]))
         for name in images:
             found = shared.keypoints.get(name)
@@ -93,20 +93,6 @@ def check_size(name: str, known: Any, matched: dict[str, Any]) -> None:
         sizes = [f"{width}x{height}" for width, height in (there, here)]
         turned = "; it is shown turned: tell with --images where it is" if there == here[::-1] else ""
         raise ValueError(f"{name} is {sizes[0]} in this database, its matches are for {sizes[1]}{turned}")
-
-
-def add_camera(db: Any, camera: dict[str, Any]) -> int:
-    import pycolmap
-
-    return db.write_camera(
-        pycolmap.Camera(
-            model=camera["model"],
-            width=camera["width"],
-            height=camera["height"],
-            params=camera["params"],
-            has_prior_focal_length=camera["prior"],
-        )
-    )
 
 
 def verify(database: str, max_error: float) -> dict[str, Any]:
@@ -164,7 +150,8 @@ def incremental_models(
 ) -> list[Any]:
     import pycolmap
 
-    images = count_images(database)
+    with pycolmap.Database.open(database) as db:
+        images = db.num_images()
     options = pycolmap.IncrementalPipelineOptions()
     options.extract_colors = False
     options.min_model_size = min(3, images)
@@ -220,13 +207,6 @@ def settle(model: Any, refine: bool, threads: int, error: float) -> None:
 def with_points(models: dict[int, Any]) -> list[Any]:
     """Cameras that have turned but not moved are put anywhere, around no point at all."""
     return [model for model in models.values() if model.num_points3D()]
-
-
-def count_images(database: str) -> int:
-    import pycolmap
-
-    with pycolmap.Database.open(database) as db:
-        return db.num_images()
 
 
 def colour_points(model: Any, colours: dict[str, np.ndarray]) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import struct
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from prism_match.cameras import Camera, pinhole
 from prism_match.colmap_model import Model, PosedView, is_model, read_model
 from prism_match.errors import UserError
 from prism_match.frames import Frame, is_sequence, read_depth, read_sequence
+from prism_match.geometry import pose_matrix
 from prism_match.images import exif_orientation, image_size
 from prism_match.maps.stages import origin_of
 from prism_match.maps.tracks import one_to_one
@@ -40,32 +43,33 @@ class Lifted(NamedTuple):
     pixels: np.ndarray  # m 2: where in the photo that place is seen exactly
 
 
-class Map(Protocol):
-    @property
-    def names(self) -> Sequence[str]:
-        """Of the photos."""
-        ...
+class Map(ABC):
+    """Photos, and what lies behind their pixels."""
 
+    names: Sequence[str]  # of the photos
+
+    @abstractmethod
     def path(self, name: str) -> Path: ...
+
+    @abstractmethod
+    def lift(self, name: str, pixels: np.ndarray, scores: np.ndarray) -> Lifted:
+        """pixels: n 2, scores: n."""
 
     def camera(self, name: str) -> Camera | None:
         """None: not known."""
-        ...
-
-    def orientation(self, name: str) -> int:
-        """EXIF's, where the map has the pixels of the photo as it is stored; 1: as it is shown."""
-        ...
+        return None
 
     def pose(self, name: str) -> np.ndarray | None:
         """4 4, world to camera; None: not known."""
-        ...
+        return None
 
-    def lift(self, name: str, pixels: np.ndarray, scores: np.ndarray) -> Lifted:
-        """pixels: n 2, scores: n."""
-        ...
+    def orientation(self, name: str) -> int:
+        """EXIF's, where the map has the pixels of the photo as it is stored, as depth maps and scans do,
+        which know nothing of EXIF; 1: as it is shown."""
+        return exif_orientation(self.path(name))
 
 
-class SfmMap:
+class SfmMap(Map):
     def __init__(self, model: Model, image_dir: Path, radius: float | None = None, *, as_shown: bool = False):
         """radius: in pixels of the photos, how far from a point of the map a match may be; None: 1.2 % of
         the longer side. as_shown: the model has the pixels of the photos as EXIF turns them, as those of
@@ -149,17 +153,16 @@ def _within(
     return i[near], j[near], distance[near]
 
 
-class DepthMap:
+class DepthMap(Map):
     """Frames with depth maps, whose size may differ from that of the photos."""
 
     def __init__(self, frames: dict[str, Frame], per_metre: float = 1000.0):
         """per_metre: what a depth map's PNG has for a metre."""
         if per_metre <= 0:
             raise UserError(f"the scale of depth must be positive, not {per_metre}")
-        self.frames, self.per_metre = frames, per_metre
-        self.names = list(frames)
+        self.frames, self.names = frames, list(frames)
         self.poses = {name: rigid(frame.T) for name, frame in frames.items()}
-        self._depth = lru_cache(maxsize=16)(self._read)
+        self._depth = lru_cache(maxsize=16)(lambda name: read_depth(frames[name].depth, per_metre))
 
     def path(self, name: str) -> Path:
         return self.frames[name].image
@@ -173,9 +176,6 @@ class DepthMap:
                 return pinhole(frame.K, *image.size)
         except OSError as error:
             raise UserError(f"{frame.image}: cannot be read ({error})") from error
-
-    def orientation(self, name: str) -> int:
-        return exif_orientation(self.path(name))  # depth maps know nothing of EXIF
 
     def pose(self, name: str) -> np.ndarray:
         return self.poses[name]
@@ -191,12 +191,6 @@ class DepthMap:
         xyz = (local - T[:3, 3]) @ T[:3, :3]
         return Lifted(rows, xyz, np.full(len(rows), -1), np.asarray(pixels, float)[rows])
 
-    def _read(self, name: str) -> np.ndarray:
-        try:
-            return read_depth(self.frames[name].depth, self.per_metre)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-
 
 def rigid(T: np.ndarray) -> np.ndarray:
     """4 4: the nearest pose with a true rotation, from the same place. Those of RGB-D sequences come from
@@ -204,12 +198,10 @@ def rigid(T: np.ndarray) -> np.ndarray:
     U, _, Vt = np.linalg.svd(T[:3, :3])
     R = U @ np.diag([1, 1, np.sign(np.linalg.det(U @ Vt))]) @ Vt
     centre = -np.linalg.solve(T[:3, :3], T[:3, 3])
-    result = np.eye(4)
-    result[:3, :3], result[:3, 3] = R, -R @ centre
-    return result
+    return pose_matrix(R, -R @ centre)
 
 
-class ScanMap:
+class ScanMap(Map):
     """InLoc's cutouts: beside each photo NAME lies NAME.mat with the position of each pixel in its scan,
     and under database/alignments the transformation of the scan into the building."""
 
@@ -219,15 +211,6 @@ class ScanMap:
 
     def path(self, name: str) -> Path:
         return self.root / name
-
-    def camera(self, name: str) -> None:
-        return None
-
-    def orientation(self, name: str) -> int:
-        return exif_orientation(self.path(name))
-
-    def pose(self, name: str) -> None:
-        return None
 
     def lift(self, name: str, pixels: np.ndarray, scores: np.ndarray) -> Lifted:
         scan, T = self._scan(self.root / f"{name}.mat"), read_scan_pose(self.root, name)
@@ -337,11 +320,9 @@ def without(model: Model, name: str) -> Model:
     show, are gone. The rest stays where it is, though that photo had its say in it."""
     views = [v for v in model.views if v.name != name]
     counts = np.bincount(np.concatenate([v.points for v in views]), minlength=len(model.points))
-    kept = [
-        PosedView(v.name, v.camera, v.T, v.pixels[counts[v.points] >= 2], v.points[counts[v.points] >= 2])
-        for v in views
-    ]
-    return Model(model.path, tuple(kept), model.points)
+    shown = [(v, counts[v.points] >= 2) for v in views]
+    kept = [replace(v, pixels=v.pixels[twice], points=v.points[twice]) for v, twice in shown]
+    return replace(model, views=tuple(kept))
 
 
 def open_map(
@@ -356,19 +337,15 @@ def open_map(
         raise UserError(f"{path}: no such folder")
     if is_model(path):
         model, around = read_model(path), path.resolve()
-        origin = origin_of(model.path)
-        candidates = [images] if images else [f / "images" for f in (around, *list(around.parents)[:2])]
+        made_here, photos = origin_of(model.path)
+        beside = [f / "images" for f in (around, *list(around.parents)[:2])]
+        candidates = [images] if images else [photos, *beside] if photos else beside
         folder = next((f for f in candidates if f.is_dir()), None)
-        if images is None and origin.photos is not None:
-            folder = origin.photos
         if folder is None:
             raise UserError(f"{candidates[0]}: no such folder; tell with --images where the map's photos are")
-        return SfmMap(model, folder, snap, as_shown=origin.made_here)
+        return SfmMap(model, folder, snap, as_shown=made_here)
     if is_sequence(path):
-        try:
-            frames = {frame.image.name: frame for frame in read_sequence(path)}
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        frames = {frame.image.name: frame for frame in read_sequence(path)}
         if not frames:
             raise UserError(f"{path}: no frame of the sequence can be used")
         return DepthMap(frames, depth_scale)

@@ -16,10 +16,12 @@ from prism_match.cameras import Camera
 from prism_match.colmap_model import quaternion_of, rotation_of
 from prism_match.engine.photos import scale_points
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, read_words
+from prism_match.files import atomic_path, parse_lines, read_words
+from prism_match.geometry import pose_matrix
 from prism_match.images import to_stored
 from prism_match.maps.landmarks import Map, stored_orientation
 from prism_match.maps.pnp import LEAST, PnpBackend, estimate_camera_pose
+from prism_match.maps.tracks import weighted_means
 from prism_match.matches import Matches
 from prism_match.polish import local_affine
 
@@ -52,11 +54,8 @@ class Localized:
 
     def to_dict(self) -> dict[str, object]:
         """For JSON."""
-        pose = None if self.T is None else [float(x) for x in pose_numbers(self.T)]
-        return {
-            "name": self.name, "pose": pose, "inliers": self.inliers,
-            "correspondences": self.correspondences, "references": self.references, "problem": self.problem,
-        }  # fmt: skip
+        pose = None if self.T is None else pose_numbers(self.T).tolist()
+        return {"pose": pose, **{k: v for k, v in vars(self).items() if k != "T"}}
 
 
 @dataclass(frozen=True)
@@ -78,20 +77,19 @@ def localize(
     backend: PnpBackend = "auto",
     seed: int = 0,
     min_inliers: int = LEAST,
+    problems: Sequence[str] = (),
 ) -> Localized:
     """found: names of map photos with the matches of (query, photo), in pixels of the files.
-    threshold: of RANSAC, in pixels of the query's camera."""
+    threshold: of RANSAC, in pixels of the query's camera. problems: why it was not matched with others."""
     parts: list[Correspondences] = []
-    references, problems = {}, []
+    references, problems = {}, list(problems)
     for name, matches in found:
+        references[name] = 0
         try:
-            part = lift_matches(query, name, matches, world)
+            parts.append(lift_matches(query, name, matches, world))
+            references[name] = len(parts[-1].scores)
         except UserError as error:
             problems.append(str(error))
-            references[name] = 0
-            continue
-        parts.append(part)
-        references[name] = len(part.scores)
     merged = merge(parts)
     count = len(merged.scores)
     pose = estimate_camera_pose(merged.pixels, merged.xyz, query.camera, threshold, backend, seed)
@@ -152,11 +150,9 @@ def merge(parts: Iterable[Correspondences]) -> Correspondences:
     first = np.where(points < 0, np.arange(len(points)), first)
     near = np.linalg.norm(pixels - pixels[first], axis=1) <= MERGE_RADIUS
     group = np.where(near, first, np.arange(len(points)))
-    weight = np.maximum(scores, 1e-6)
-    total = np.bincount(group, weight, minlength=len(group))
+    mean, total = weighted_means(pixels, np.maximum(scores, 1e-6), group, len(group))
     kept = np.flatnonzero(total > 0)
-    mean = np.stack([np.bincount(group, weight * pixels[:, n], minlength=len(group)) for n in (0, 1)], 1)
-    return Correspondences(mean[kept] / total[kept, None], xyz[kept], points[kept], scores[kept])
+    return Correspondences(mean[kept], xyz[kept], points[kept], scores[kept])
 
 
 def with_fallback(result: Localized, world: Map, ranked: Sequence[str]) -> Localized:
@@ -185,18 +181,14 @@ def write_poses(path: Path, poses: Mapping[str, np.ndarray]) -> None:
 
 def read_poses(path: Path) -> dict[str, np.ndarray]:
     """What `write_poses` wrote: 4 4, world to camera, by name."""
-    poses = {}
-    for number, words in read_words(path):
-        try:
-            q, t = np.array(words[1:5], float), np.array(words[5:8], float)
-            if len(words) != 8 or not np.isfinite([*q, *t]).all() or not q.any():
-                raise ValueError("expected name qw qx qy qz tx ty tz")
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: {error}") from error
-        T = np.eye(4)
-        T[:3, :3], T[:3, 3] = rotation_of(q), t
-        poses[words[0]] = T
-    return poses
+
+    def parse(words: list[str]) -> tuple[str, np.ndarray]:
+        q, t = np.array(words[1:5], float), np.array(words[5:8], float)
+        if len(words) != 8 or not np.isfinite([*q, *t]).all() or not q.any():
+            raise ValueError("expected name qw qx qy qz tx ty tz")
+        return words[0], pose_matrix(rotation_of(q), t)
+
+    return dict(parse_lines(path, parse))
 
 
 def read_retrieval(path: Path) -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ import numpy as np
 from prism_match.cameras import Camera
 from prism_match.config import PnpBackend
 from prism_match.errors import UserError
-from prism_match.geometry import import_poselib
+from prism_match.geometry import import_poselib, pose_matrix
 
 LEAST = 4  # correspondences: three for a pose, one that speaks for it
 CONFIDENCE = 0.99999
@@ -84,7 +84,7 @@ def _solve_poselib(
     }  # fmt: skip
     loss = {"loss_type": "CAUCHY", "loss_scale": LOSS_SCALE}
     pose, info = import_poselib().estimate_absolute_pose(points, xyz, camera, ransac, loss)
-    return _matrix(np.asarray(pose.R), np.asarray(pose.t)) if info["num_inliers"] >= LEAST else None
+    return pose_matrix(pose.R, pose.t) if info["num_inliers"] >= LEAST else None
 
 
 def _solve_opencv(
@@ -101,12 +101,12 @@ def _solve_opencv(
     if not done or rows is None or len(rows) < LEAST:
         return None
     for _ in range(3):  # a better pose has other inliers
-        T = _matrix(cv2.Rodrigues(turn)[0], shift.ravel())
+        T = pose_matrix(cv2.Rodrigues(turn)[0], shift.ravel())
         rows = np.flatnonzero(_residuals(points, xyz, T, focal) <= threshold)
         if len(rows) < LEAST:
             return None
         turn, shift = _refine(points[rows], xyz[rows], K, turn, shift)
-    return _matrix(cv2.Rodrigues(turn)[0], shift.ravel())
+    return pose_matrix(cv2.Rodrigues(turn)[0], shift.ravel())
 
 
 def _refine(
@@ -133,9 +133,3 @@ def _residuals(points: np.ndarray, xyz: np.ndarray, T: np.ndarray, focal: float)
     front = seen[:, 2] > 1e-9
     projected = focal * seen[:, :2] / np.where(front, seen[:, 2], 1)[:, None]
     return np.where(front, np.linalg.norm(projected - points, axis=1), np.inf)
-
-
-def _matrix(rotation: np.ndarray, translation: np.ndarray) -> np.ndarray:
-    T = np.eye(4)
-    T[:3, :3], T[:3, 3] = rotation, translation
-    return T

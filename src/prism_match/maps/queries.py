@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +14,9 @@ from tqdm import tqdm
 from prism_match.cameras import Camera, pinhole, read_camera_list
 from prism_match.config import PnpBackend
 from prism_match.engine import Engine, Limits, MatchStore, Names, Prism, Resize
-from prism_match.engine.lock import lock_folder
 from prism_match.engine.photos import IMAGE_SUFFIXES
 from prism_match.errors import UserError
+from prism_match.files import lock_folder
 from prism_match.images import image_size
 from prism_match.maps.cameras import UNKNOWN_FOCAL, check_numbers, read_exif
 from prism_match.maps.landmarks import Map
@@ -157,10 +157,8 @@ def localize_photos(
                     continue
                 result = localize(
                     query, matched.found, mapped, threshold=options.max_error, backend=options.backend,
-                    seed=options.seed, min_inliers=options.min_inliers,
+                    seed=options.seed, min_inliers=options.min_inliers, problems=matched.problems,
                 )  # fmt: skip
-                if result.T is None:
-                    result = replace(result, problem="; ".join([result.problem, *matched.problems]))
                 results[name] = with_fallback(result, mapped, ranked[name]) if options.fallback else result
                 cameras[name] = {**asdict(query.camera), "from": origin}
         ordered = {q: results[q] for q in photos}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -22,23 +22,25 @@ from tqdm import tqdm
 
 from prism_match.config import Mapper
 from prism_match.engine import Engine, Limits, MatchStore, Names, Prism, Resize
-from prism_match.engine.lock import lock_folder
 from prism_match.engine.photos import IMAGE_SUFFIXES
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, file_digest, short_hash, writable_folder
+from prism_match.files import atomic_path, file_digest, lock_folder, short_hash, writable_folder
 from prism_match.images import exif_orientation, image_size, load_image
 from prism_match.maps import colmap
 from prism_match.maps import pairs as pairing
 from prism_match.maps.cameras import CameraOptions, choose_cameras
-from prism_match.maps.database import colmap_error, write_database
 from prism_match.maps.report import PICTURES, write_report
+from prism_match.maps.retrieval import describe_files
 from prism_match.maps.stages import STAGES, Stages
-from prism_match.maps.track_polish import polish_tracks
-from prism_match.maps.tracks import SharedKeypoints, TrackOptions, load_tracks, save_tracks, share_keypoints
-from prism_match.matcher import find_device
-
-if TYPE_CHECKING:
-    from prism_match.matcher import PairMatcher
+from prism_match.maps.tracks import (
+    SharedKeypoints,
+    TrackOptions,
+    load_tracks,
+    polish_tracks,
+    save_tracks,
+    share_keypoints,
+)
+from prism_match.matcher import PairMatcher, find_device
 
 EXHAUSTIVE_UP_TO = 40  # images; beyond that "auto" retrieves
 PAIR_MODES = ("auto", "exhaustive", "sequential", "retrieval")
@@ -112,7 +114,8 @@ def _reconstruct(
     matched = match_images(files, out, options, make_matcher, progress)
     store, usable, broken = matched.store, matched.pairs, matched.broken
     if not usable:
-        raise UserError(f"{images}: no pair of its images was matched{because(broken)}")
+        first = f"; {len(broken)} cannot be read, the first: {next(iter(broken.values()))}" if broken else ""
+        raise UserError(f"{images}: no pair of its images was matched{first}")
     stages = Stages(out / STAGES)
     where = os.path.relpath(images.resolve(), out.resolve())
     stages.run("photos", where, images, lambda: where)
@@ -133,7 +136,7 @@ def _reconstruct(
 
     def fill_database() -> list[Any]:
         database.unlink(missing_ok=True)
-        return write_database(tracks, database, cameras, verify=colmap_error(store))[1]
+        return colmap.write_database(tracks, database, cameras, verify=colmap.colmap_error(store))[1]
 
     with working("verifying", progress):
         verified = [tuple(row) for row in stages.run("database", key, database, fill_database)]
@@ -145,7 +148,7 @@ def _reconstruct(
     key = short_hash([key, options.mapper])
     result = stages.run(
         "model", key, out / "sparse" / "0",
-        lambda: run_mapper(out, options, len(cameras.of_image), colmap_error(store), progress),
+        lambda: run_mapper(out, options, len(cameras.of_image), colmap.colmap_error(store), progress),
     )  # fmt: skip
     if not result["models"]:
         raise UserError(no_model(images, tracks, verified))
@@ -240,8 +243,6 @@ def choose_pairs(
 def retrieve_pairs(
     files: dict[str, Path], cache: Path, neighbours: int, matcher: PairMatcher, progress: bool
 ) -> tuple[np.ndarray, dict[str, str]]:
-    from prism_match.maps.retrieval import describe_files
-
     described, broken = describe_files(matcher, files.values(), cache, progress)
     told = {name: broken[path] for name, path in files.items() if path in broken}
     if len(described) < 2:
@@ -304,16 +305,12 @@ def no_model(images: Path, tracks: Path, verified: list[tuple[str, str, int]]) -
     """Why the mapper has found no pair of images to begin with."""
     shared, _ = load_tracks(tracks)
     motions = []
-    for (a, b), matches in shared.matches.items():
-        first, second = (
-            shared.keypoints[a].xy[matches.index[:, 0]],
-            shared.keypoints[b].xy[matches.index[:, 1]],
-        )
+    for names, matches in shared.matches.items():
+        first, second = (shared.keypoints[name].xy[matches.index[:, n]] for n, name in enumerate(names))
         motions.append(float(np.median(np.linalg.norm(first - second, axis=1))))
     if max(motions) < 1:
-        return (
-            f"{images}: the images are all the same: nothing moves between them, so there is no depth to find"
-        )
+        reason = "nothing moves between them, so there is no depth to find"
+        return f"{images}: the images are all the same: {reason}"
     most = max(n for _, _, n in verified)
     return (
         f"{images}: {len(verified)} pairs of images share up to {most} points, but none of them gives a "
@@ -330,13 +327,10 @@ def summarise(
     options: SfmOptions,
 ) -> dict[str, Any]:
     best = models[0]
+    numbers = ("registered", "points", "observations", "mean_track_length", "mean_reprojection_error")
     return {
         "images": len(files),
-        "registered": best["registered"],
-        "points": best["points"],
-        "observations": best["observations"],
-        "mean_track_length": best["mean_track_length"],
-        "mean_reprojection_error": best["mean_reprojection_error"],
+        **{key: best[key] for key in numbers},
         "not_registered": sorted(files.keys() - best["images"].keys() - matched.broken.keys()),
         "skipped": matched.broken,
         "other_models": [model["registered"] for model in models[1:]],
@@ -364,10 +358,6 @@ def upright_copies(files: dict[str, Path], folder: Path) -> dict[str, Path]:
             else:
                 shutil.copyfile(path, temporary)
     return copies
-
-
-def because(broken: dict[str, str]) -> str:
-    return f"; {len(broken)} cannot be read, the first: {next(iter(broken.values()))}" if broken else ""
 
 
 def working(what: str, progress: bool) -> Any:

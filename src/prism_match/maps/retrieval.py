@@ -10,6 +10,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from prism_match.engine.photos import content_of, in_threads
 from prism_match.errors import UserError
@@ -27,8 +28,6 @@ def global_descriptors(
 ) -> np.ndarray:
     """n d, float32, of unit length: one descriptor per image, independent of the other images.
     `top_pairs` compares them."""
-    from tqdm import tqdm
-
     rows = [
         _describe(matcher, matcher.prepare(image, SIZE))
         for image in tqdm(images, "describing", unit="image", disable=None if progress else True)
@@ -45,8 +44,6 @@ def describe_files(
 ) -> tuple[dict[Path, np.ndarray], dict[Path, str]]:
     """The descriptor of each file, d, and what is wrong with those that cannot be read. Descriptors stay in
     `cache`, an .npz, by the digest of their image and of the weights."""
-    from tqdm import tqdm
-
     known = {} if cache is None else _read_cache(cache)
     described: dict[Path, np.ndarray] = {}
     broken: dict[Path, str] = {}
@@ -75,12 +72,10 @@ def describe_files(
 
 
 def _read_cache(path: Path) -> dict[str, np.ndarray]:
-    if not path.is_file():
-        return {}
     try:
         with np.load(path, allow_pickle=False) as stored:
             return dict(stored)
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # damaged: as good as not there
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # not there, or as good as not
         return {}
 
 

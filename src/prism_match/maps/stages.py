@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +35,10 @@ class Stages:
         return result
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Of a model in OUT/sparse/N."""
-
-    made_here: bool  # by `prism sfm`, which sees photos as EXIF turns them
-    photos: Path | None  # the folder that it was made of, where that is still there
-
-
-def origin_of(model: Path) -> Origin:
+def origin_of(model: Path) -> tuple[bool, Path | None]:
+    """Of a model in OUT/sparse/N: whether it was made by `prism sfm`, which sees photos as EXIF turns them,
+    and the folder of its photos, where that is still there."""
     out = (model / ".." / "..").resolve()
     done = Stages(out / STAGES).done
     photos = out / done["photos"]["result"] if "photos" in done else None
-    return Origin("model" in done, photos if photos is not None and photos.is_dir() else None)
+    return "model" in done, photos if photos is not None and photos.is_dir() else None

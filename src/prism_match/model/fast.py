@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ from prism_match.model.prism import (
     cell_centre,
     to_gray,
 )
+from prism_match.model.pruning import PatchPruning
 from prism_match.model.refinement import FINE_PER_CELL, Refinement, expectation
 from prism_match.model.tokens import map_extent
 from prism_match.stages import stage
@@ -136,8 +138,9 @@ class FastPRISM:
         """M_c: the cells of each match, as rows of the table (2 m), its confidence (m) and its pair (m)."""
         c, packed = self.config, Packed.of(keep, maps)
         rows, lengths = packed.cells, packed.lengths[-1]
-        weighted = c.weighted_softmax and logit is not None
-        log_nmi = F.logsigmoid(logit[rows]).split(lengths) if weighted else [None] * len(lengths)
+        log_nmi: Sequence[Tensor | None] = [None] * len(lengths)
+        if c.weighted_softmax and logit is not None:
+            log_nmi = F.logsigmoid(logit[rows]).split(lengths)
         tokens, each = table[rows].float().split(lengths), rows.split(lengths)
         inner, found, pairs = maps.away_from_border(c.border), [], len(lengths) // 2
         for k in range(pairs):
@@ -182,7 +185,9 @@ class Layout:
 
     @staticmethod
     def of(shape0: Shape, shape1: Shape, levels: tuple[int, ...], device: torch.device) -> Layout:
-        patches, centres, images, ends, begun = [], [], [], [], 0
+        columns: tuple[list[Tensor], ...] = ([], [], [])  # patches, centres, images
+        ends: list[int] = []
+        begun = 0
         for r in levels:
             per_level: list[tuple[Tensor, Tensor, Tensor]] = []
             image, first = 0, 0
@@ -200,8 +205,9 @@ class Layout:
                 )
                 ends += [begun + (n + 1) * len(corner) - 1 for n in range(count)]
                 begun, image, first = begun + count * len(corner), image + count, count * height * width
-            for column, target in zip(zip(*per_level, strict=True), (patches, centres, images), strict=True):
-                target.append(torch.cat(column))
+            for column, parts in zip(columns, zip(*per_level, strict=True), strict=True):
+                column.append(torch.cat(parts))
+        patches, centres, images = columns
         number = torch.cat([torch.arange(len(p), device=device) for p in patches])
         b, height, width = shape0
         return Layout(
@@ -303,7 +309,9 @@ class FastMPM:
         self.theta_p = mpm.theta_p
         self.self_attention = FastSADPA(mpm.self_attention, dtype)  # type: ignore[arg-type]
         self.cross_attention = FastSADPA(mpm.cross_attention, dtype)  # type: ignore[arg-type]
-        self.phi = None if mpm.pruning is None else copy.deepcopy(mpm.pruning.phi).to(dtype)  # type: ignore[union-attr]
+        self.phi: nn.Sequential | None = None
+        if isinstance(mpm.pruning, PatchPruning):
+            self.phi = copy.deepcopy(mpm.pruning.phi).to(dtype)
 
     def __call__(self, table: Tensor, keep: Tensor, maps: Maps) -> tuple[Tensor, Tensor | None]:
         """table: n c, changed in place; keep: n. Returns M_l and the NMI before the sigmoid."""
@@ -381,7 +389,9 @@ class FastRefinement:
         query, value = self.split(to_heads(both))
         both = both + ffn(torch.cat([both, self.attend(query, value)], dim=-1))
         query, value = self.split(to_heads1(both))
-        (first, second), (query0, query1), (value0, value1) = (x.tensor_split(2) for x in (both, query, value))
+        (first, second), (query0, query1), (value0, value1) = (
+            x.tensor_split(2) for x in (both, query, value)
+        )
         second = second + ffn1(torch.cat([second, self.attend(query1, value0)], dim=-1))
         # The heat map asks for nothing of the first window but its middle.
         first, query0 = first[:, middle : middle + 1], query0[:, :, middle : middle + 1]
@@ -415,7 +425,7 @@ def fused(backbone: ResNetFPN, dtype: torch.dtype) -> ResNetFPN:
     for parent in list(backbone.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, ConvNorm):
-                setattr(parent, name, fuse_conv_bn_eval(child[0], child[1]))  # type: ignore[arg-type]
+                setattr(parent, name, fuse_conv_bn_eval(child[0], child[1]))  # type: ignore[arg-type,type-var]
     return backbone.to(dtype=dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 

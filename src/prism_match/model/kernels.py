@@ -17,7 +17,7 @@ def has_kernels(x: Tensor) -> bool:
 
 
 def rotate(x: Tensor, centres: Tensor, rows: Tensor, b: Tensor) -> Tensor:
-    """`RotaryEncoding` of x (k heads d), at centres[rows] (n 2 and k), with the frequencies b (heads d/2 2)."""
+    """`RotaryEncoding` of x (k heads d) at centres[rows] (n 2 and k), of frequencies b (heads d/2 2)."""
     if has_kernels(x):
         return triton_kernels.rotate(x, centres, rows, b)
     at = centres[rows]

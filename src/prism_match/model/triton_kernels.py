@@ -1,4 +1,5 @@
 """Fused kernels for GPUs; `kernels.py` has the plain form of each."""
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from torch import Tensor
 
 
 @triton.jit
-def _rotate(x, centres, rows, b, out, x_stride, n, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def _rotate(
+    x, centres, rows, b, out, x_stride, n,
+    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = row < n
     place = tl.load(rows + row, mask=there, other=0)
@@ -74,10 +78,10 @@ def add_upsampled(x: Tensor, low: Tensor) -> Tensor:
     x, low = (t.contiguous(memory_format=torch.channels_last) for t in (x, low))
     count, channels, height, width = x.shape
     out = torch.empty_like(x)
-    block = triton.next_power_of_2(channels)
     _add_upsampled[(height * width, count)](
-        x, low, out, height, width, *low.shape[2:], C=channels, BLOCK=block, num_warps=1 if block <= 128 else 2
-    )
+        x, low, out, height, width, *low.shape[2:],
+        C=channels, BLOCK=triton.next_power_of_2(channels), num_warps=1,
+    )  # fmt: skip
     return out
 
 

@@ -61,31 +61,28 @@ class TrainConfig:
     def __post_init__(self) -> None:
         starts = [p.start for p in self.phases]
         if not starts or starts[0] != 0 or starts != sorted(starts) or starts[-1] >= 1:
-            raise ValueError("phases must begin at 0 of the budget, in order, each before 1")
+            raise UserError("phases must begin at 0 of the budget, in order, each before 1")
         for phase in self.phases:
             if phase.size < 32 or phase.size % 32:
-                raise ValueError(f"size must be a multiple of 32, not {phase.size}")
+                raise UserError(f"size must be a multiple of 32, not {phase.size}")
             if phase.batch < 1:
-                raise ValueError(f"batch must be at least 1, not {phase.batch}")
+                raise UserError(f"batch must be at least 1, not {phase.batch}")
         for name in ("lr", "clip", "accumulate", "log_every", "steps", "minutes"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive, not {value}")
+                raise UserError(f"{name} must be positive, not {value}")
         for name in ("final_lr", "warmup", "weight_decay", "prune_from"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+                raise UserError(f"{name} must be at least 0, not {getattr(self, name)}")
         if self.shard_mib is not None and not 0.5 <= self.shard_mib < math.inf:
-            raise ValueError(f"shard_mib must be at least 0.5, not {self.shard_mib}")
+            raise UserError(f"shard_mib must be at least 0.5, not {self.shard_mib}")
         if not 0 < self.decay <= 1:
-            raise ValueError(f"decay must be above 0 and at most 1, not {self.decay}")
+            raise UserError(f"decay must be above 0 and at most 1, not {self.decay}")
         if not 0 <= self.ema < 1:
-            raise ValueError(f"ema must be at least 0 and below 1, not {self.ema}")
+            raise UserError(f"ema must be at least 0 and below 1, not {self.ema}")
 
     def replace(self, **changes: Any) -> TrainConfig:
-        try:
-            return dataclasses.replace(self, **changes)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        return dataclasses.replace(self, **changes)
 
     def phase(self, progress: float, step: int) -> Phase:
         """That of an update, which is the same however often it is asked for."""

@@ -9,6 +9,7 @@ only where the depth maps of at least two other views agree with it.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,11 +77,11 @@ def make_depth(
     if missing:
         compared = sorted({j for i in wanted for j in (i, *neighbours[i][: config.sources])})
         photos = load_photos(model, Path(image_dir), compared, device)
-        raw = _raw_maps(model, photos, neighbours, wanted, depth_dir, config)
+        raw = _raw_maps(model, photos, neighbours, wanted, depth_dir / ".raw", config)
         for i in tqdm(missing, desc="agreement", disable=len(missing) < 2):
             depth = agreeing_depth(model, raw, i, neighbours[i], config)
             write_depth(depth_path(depth_dir, model.views[i].name), depth)
-        _remove_raw(depth_dir)
+        shutil.rmtree(depth_dir / ".raw")
     return check_depth(model, depth_dir)
 
 
@@ -393,24 +394,18 @@ def _without_islands(depth: np.ndarray, config: SweepConfig) -> np.ndarray:
     return np.where(known & trusted, depth, np.float32(0))
 
 
-# ---- raw maps on disk, so that an interrupted run goes on where it stopped
-
-
-def _raw_path(depth_dir: Path, name: str) -> Path:
-    return depth_dir / ".raw" / f"{name}.h5"
-
-
 def _raw_maps(
     model: Model,
     photos: dict[int, Tensor],
     neighbours: Sequence[Sequence[int]],
     wanted: Sequence[int],
-    depth_dir: Path,
+    raw_dir: Path,
     config: SweepConfig,
 ) -> dict[int, Tensor]:
+    """On disk too, so that an interrupted run goes on where it stopped."""
     raw: dict[int, Tensor] = {}
     for i in tqdm(wanted, desc="plane sweep", disable=len(wanted) < 2):
-        path, device = _raw_path(depth_dir, model.views[i].name), photos[i].device
+        path, device = depth_path(raw_dir, model.views[i].name), photos[i].device
         if path.exists():
             raw[i] = torch.from_numpy(read_depth(path)).to(device)
             continue
@@ -418,10 +413,3 @@ def _raw_maps(
         raw[i], _ = sweep(model, photos, i, sources, config)
         write_depth(path, raw[i].cpu().numpy())
     return raw
-
-
-def _remove_raw(depth_dir: Path) -> None:
-    folder = depth_dir / ".raw"
-    for path in sorted(folder.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    folder.rmdir()

@@ -54,22 +54,6 @@ class PairBatch:
     def to(self, device: torch.device | str) -> PairBatch:
         return self.map(lambda t: t.to(device, non_blocking=True))
 
-    def swap(self) -> PairBatch:
-        """The same pairs with the two images exchanged."""
-        return replace(
-            self,
-            image0=self.image1,
-            image1=self.image0,
-            warp0=self.warp1,
-            warp1=self.warp0,
-            visible0=self.visible1,
-            visible1=self.visible0,
-            mask0=self.mask1,
-            mask1=self.mask0,
-            unknown0=self.unknown1,
-            unknown1=self.unknown0,
-        )
-
 
 class PairSource(Protocol):
     """Anything that gives pairs: photos, worlds, MegaDepth, RGB-D sequences, COLMAP models."""
@@ -83,6 +67,5 @@ class PairSource(Protocol):
 
 def cell_centres(height: int, width: int, device: torch.device | str = "cpu") -> Tensor:
     """h/8 w/8 2: the pixel (x, y) of each cell's centre, for an image of `height` x `width`."""
-    y = torch.arange(height // CELL, device=device) * CELL + (CELL - 1) / 2
-    x = torch.arange(width // CELL, device=device) * CELL + (CELL - 1) / 2
+    y, x = (torch.arange(n // CELL, device=device) * CELL + (CELL - 1) / 2 for n in (height, width))
     return torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)

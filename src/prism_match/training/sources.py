@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from prism_match.errors import UserError
-from prism_match.training.capture import Captured
 from prism_match.training.data.photometric import CALM
-from prism_match.training.feed import Weighted
+from prism_match.training.feed import Captured, Weighted
 from prism_match.training.pairs import PairSource
 
 NEVER_WAIT = ("photos", "worlds", "colmap")  # kinds that live on the device alone

@@ -38,9 +38,7 @@ class LossConfig:
     fine: FineLoss = "loftr"  # L_f as in LoFTR's code, or as the paper writes it
     deep: float = 0.0  # weight of the matching loss after every MPM but the last (deep supervision)
     heat: float = 0.0  # weight of the cross-entropy of the refinement's heat maps
-    rough: float = (
-        1.0  # weight in the refinement's losses of pairs whose truth is not exact (`PairBatch.rough`)
-    )
+    rough: float = 1.0  # weight in the refinement's losses of pairs whose truth is not exact
     fewest: int = 1  # a pair with fewer true matches than this weighs less, in proportion
 
     def __post_init__(self) -> None:

@@ -84,9 +84,10 @@ def train_subpixel(
     while (progress := (time.monotonic() - started) / (60 * config.minutes)) < 1 or step == 0:
         examples = draw_examples(sources, config, step, device)
         order = torch.randperm(len(examples.image), device=device)
+        fall = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress))
         for rows in order.chunk(config.parts):
             for group in optimizer.param_groups:
-                group["lr"] = config.lr * min(1, (step + 1) / config.warmup) * _cosine(progress)
+                group["lr"] = config.lr * min(1, (step + 1) / config.warmup) * fall
             loss, metrics = subpixel_loss(network, examples.some(rows))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -101,10 +102,6 @@ def train_subpixel(
     with atomic_path(out) as temporary:
         write_tensors(temporary, average.module.state_dict(), {"training": json.dumps(summary)})
     return metrics
-
-
-def _cosine(progress: float) -> float:
-    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
 @torch.no_grad()

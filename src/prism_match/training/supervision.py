@@ -66,7 +66,7 @@ def warp_by_depth(
     back = torch.linalg.inv_ex(K0.double()).inverse
     turn = (K1.double() @ T_0to1[:, :3, :3].double() @ back).to(points.dtype)
     shift = (K1.double() @ T_0to1[:, :3, 3:].double()).to(points.dtype).mT
-    there = _apply(turn, points) * depth[..., None] + shift  # b n 3: pixel times depth, and depth
+    there = apply(turn, points) * depth[..., None] + shift  # b n 3: pixel times depth, and depth
     z = there[..., 2]
     ahead = z > 1e-6
     projected = there[..., :2] / torch.where(ahead, z, torch.ones_like(z))[..., None]
@@ -75,7 +75,7 @@ def warp_by_depth(
         bounds1 = points.new_tensor([-0.5, -0.5, w - 0.5, h - 0.5]).expand(len(points), 4)
     near_edge, far_edge = bounds1[:, None, :2], bounds1[:, None, 2:]
     inside = ahead & ((projected >= near_edge) & (projected < far_edge)).all(-1)
-    around, _ = _neighbours(depth1, projected)
+    around, _ = neighbours(depth1, projected)
     agrees = ((around > 0) & ((around - z[..., None]).abs() <= tolerance * z[..., None])).any(-1)
     measured = (around > 0).any(-1)
     warped = torch.where((has_depth & ahead)[..., None], projected, points)
@@ -88,7 +88,7 @@ def depth_at(depth: Tensor, points: Tensor) -> Tensor:
     Bilinear among the pixels that lie on the same surface as the nearest pixel with a depth, so that no
     depth is made up between foreground and background.
     """
-    around, weight = _neighbours(depth, points)
+    around, weight = neighbours(depth, points)
     weight = (weight + 1e-6) * (around > 0)  # a pixel of weight 0 still counts when it is the only one
     nearest = around.gather(-1, weight.argmax(-1, keepdim=True))
     weight = weight * ((around - nearest).abs() <= SMOOTH * nearest)
@@ -96,30 +96,6 @@ def depth_at(depth: Tensor, points: Tensor) -> Tensor:
     h, w = depth.shape[-2:]
     inside = (points > -0.5).all(-1) & (points[..., 0] < w - 0.5) & (points[..., 1] < h - 0.5)
     return torch.where(inside, value, torch.zeros_like(value))
-
-
-def warp_by_homography(points: Tensor, H: Tensor, size: tuple[int, int]) -> Warp:
-    """Warps points b n 2 by H b 3 3 into an image of `size` (height, width)."""
-    p = _apply(H, points)
-    ahead = p[..., 2] > 1e-6
-    warped = torch.where(ahead[..., None], p[..., :2] / p[..., 2:].clamp(min=1e-6), points)
-    return Warp(warped, ahead & _inside(warped, size), torch.ones_like(ahead))
-
-
-def warp_by_field(points: Tensor, field: Tensor, valid: Tensor, size: tuple[int, int]) -> Warp:
-    """Warps points b n 2 by a dense field b h w 2 of pixels in an image of `size` (height, width).
-
-    Bilinear; nothing is known at a point unless all pixels it is interpolated from are `valid` (b h w).
-    """
-    x, _ = _neighbours(field[..., 0], points)
-    y, weight = _neighbours(field[..., 1], points)
-    good, _ = _neighbours(valid.to(field.dtype), points)
-    known = ((good > 0) | (weight == 0)).all(-1) & _inside(points, (field.shape[1], field.shape[2]))
-    weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-12)
-    # Fields are often NaN where they are not valid, and 0 * NaN is NaN.
-    warped = torch.stack([(v.nan_to_num() * weight).sum(-1) for v in (x, y)], dim=-1)
-    warped = torch.where(known[..., None], warped, points)
-    return Warp(warped, known & _inside(warped, size), known)
 
 
 def coarse_ground_truth(batch: PairBatch) -> CoarseTruth:
@@ -153,7 +129,7 @@ def _size(image: Tensor) -> tuple[int, int]:
     return image.shape[-2], image.shape[-1]
 
 
-def _apply(matrix: Tensor, points: Tensor) -> Tensor:
+def apply(matrix: Tensor, points: Tensor) -> Tensor:
     """b n 3: matrix b 3 3 times (x, y, 1). No matrix product: TF32 or autocast would cost whole pixels."""
     m = matrix[:, None]
     return m[..., 0] * points[..., :1] + m[..., 1] * points[..., 1:] + m[..., 2]
@@ -180,13 +156,7 @@ def _real_cells(mask: Tensor | None, like: Tensor) -> Tensor:
     return (mask[:, low::CELL, low::CELL] & mask[:, high::CELL, high::CELL]).flatten(1)
 
 
-def _inside(points: Tensor, size: tuple[int, int]) -> Tensor:
-    h, w = size
-    x, y = points[..., 0], points[..., 1]
-    return (x >= -0.5) & (y >= -0.5) & (x < w - 0.5) & (y < h - 0.5)
-
-
-def _neighbours(values: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
+def neighbours(values: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
     """b n 4: the four pixels of b h w around each point, 0 outside, and their bilinear weights."""
     h, w = values.shape[-2:]
     points = points.nan_to_num(-2.0).clamp(-2.0, float(max(h, w) + 1))  # so that they fit an integer

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from prism_match.errors import UserError
 from prism_match.files import writable_folder
 from prism_match.images import write_png
 from prism_match.model.prism import PRISM
-from prism_match.training.capture import recording
 from prism_match.training.checkpoint import (
     Checkpoint,
     check_architecture,
@@ -34,7 +34,7 @@ from prism_match.training.checkpoint import (
 )
 from prism_match.training.config import TrainConfig
 from prism_match.training.distributed import join_processes
-from prism_match.training.feed import Feed, Mixer, Weighted
+from prism_match.training.feed import Feed, Mixer, Weighted, recording
 from prism_match.training.pairs import PairBatch
 from prism_match.training.samples import draw_predictions
 from prism_match.training.step import METRICS, TrainingStep, Work
@@ -42,6 +42,7 @@ from prism_match.weights.store import export_weights
 
 log = logging.getLogger(__name__)
 
+SAMPLES = 4  # pairs that are drawn
 MAX_BAD = 50  # updates in a row without a finite gradient before training gives up
 Validate = Callable[[PRISM], dict[str, float]]
 
@@ -110,9 +111,8 @@ class Trainer:
         with self._signals(), fast_arithmetic(self.device):
             try:
                 while True:
-                    self.elapsed, stop = self.world.agree(
-                        [time.monotonic() - self.started, bool(self.stopping)]
-                    )
+                    now = time.monotonic() - self.started
+                    self.elapsed, stop = self.world.agree([now, bool(self.stopping)])
                     if self.world.any(bool(stop or self.stopping)) or self.progress(self.step) >= 1:
                         break
                     while feed.wanting:
@@ -236,22 +236,32 @@ class Trainer:
                 f.write(json.dumps(row) + "\n")
         except OSError as error:  # a full disk is no reason to end the run
             log.error("%s: %s", self.run / "log.jsonl", error)
-        if not hasattr(self, "_board"):
-            self._board = tensorboard(self.run)
         if self._board is not None:
             for key, value in row.items():
                 if isinstance(value, (int, float)):
                     self._board.add_scalar(key, value, self.step)
 
+    @cached_property
+    def _board(self) -> Any:
+        """A writer, or None where TensorBoard is not installed."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return None
+        return SummaryWriter(str(self.run / "tensorboard"))
+
     def _now_and_then(self, timers: dict[str, float]) -> None:
         """Checkpoints, pictures and validation, each after its minutes have passed."""
         c = self.config
-        due = {"save": c.save_minutes, "samples": c.samples_minutes, "validate": c.validate_minutes}
-        jobs = {"save": self._try_to_save, "samples": self.draw_samples, "validate": self.run_validation}
-        for name, minutes in due.items():
+        jobs = {
+            "save": (c.save_minutes, self._try_to_save),
+            "samples": (c.samples_minutes, self.draw_samples),
+            "validate": (c.validate_minutes, self.run_validation),
+        }
+        for name, (minutes, job) in jobs.items():
             if self.elapsed - timers[name] >= 60 * minutes:
                 timers[name] = self.elapsed
-                jobs[name]()
+                job()
 
     def run_validation(self) -> None:
         """Scores of the averaged weights, by whatever the caller measures. The clock stands still."""
@@ -261,10 +271,10 @@ class Trainer:
             self.started += time.monotonic() - before
             self._write({"step": self.step, "seconds": round(self.elapsed, 2), **self.validation})
 
-    def draw_samples(self, count: int = 4) -> None:
+    def draw_samples(self) -> None:
         """samples.png: what the averaged weights find in some pairs of the latest batch."""
         if self.world.first and self.latest is not None:
-            chosen = torch.linspace(0, len(self.latest) - 1, min(count, len(self.latest))).long()
+            chosen = torch.linspace(0, len(self.latest) - 1, min(SAMPLES, len(self.latest))).long()
             some = self.latest.map(lambda t: t[chosen.to(t.device)])
             try:
                 write_png(self.run / "samples.png", draw_predictions(self.average, some))
@@ -327,9 +337,9 @@ class Trainer:
         self.model.load_state_dict(weights)
         self.average.load_state_dict(weights)
 
-    def export(self, path: str | Path | None = None) -> list[Path]:
+    def export(self) -> list[Path]:
         """The averaged weights in 16 bit, with the model's settings and a summary of the run."""
-        path = Path(path or self.run / "weights.safetensors")
+        path = self.run / "weights.safetensors"
         summary = {**self.last, **self.validation, "step": self.step, "pairs": self.pairs,
                    "minutes": round(self.elapsed / 60, 2), "settings": self.config.to_dict(),
                    "sources": {s.source.name: s.weight for s in self.mixer.sources}}  # fmt: skip
@@ -418,12 +428,3 @@ def bar_text(row: dict[str, Any]) -> str:
         f" error {row['error_px']:.2f} px | kept {row['kept']:.0%} recall {row['recall']:.1%}"
         f" | skipped {row['skipped_steps']}"
     )
-
-
-def tensorboard(run: Path) -> Any:
-    """A writer, or None where TensorBoard is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(run / "tensorboard"))

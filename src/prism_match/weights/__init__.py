@@ -21,7 +21,7 @@ from prism_match.weights.store import read_header, read_weights
 SHIPPED = Path(__file__).parent / "prism.safetensors"
 SUBPIXEL = Path(__file__).parent / "subpixel.safetensors"  # of the network that polishes
 MODEL_CARD = Path(__file__).parent / "README.md"  # of the shipped weights
-SUBPIXEL_SHA256 = "2dc70749037ca056e25feb8cfea9fc555fbd8992f3cbe1be51fb5bfb520fd581"
+SUBPIXEL_SHA256 = "1b19448bddb9369a26e22764dc6b84db4c3656d0735b2ec88376228fc788a3cb"
 SHIPPED_SHA256 = "dfef8be2aad6e49657b8dca66f1e3db3aba10382d5a43292876a7c1f373a7c73"
 
 

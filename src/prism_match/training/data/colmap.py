@@ -14,8 +14,10 @@ from torch import Tensor
 
 from prism_match import colmap_model
 from prism_match.colmap_model import Model, PosedView
+from prism_match.errors import UserError
 from prism_match.frames import read_depth, read_gray
 from prism_match.training.data.photometric import CALM, augment
+from prism_match.training.data.photos import mip_maps
 from prism_match.training.data.posed import OVERLAP_BINS, require_fit, scale_intrinsics, spread_weights
 from prism_match.training.pairs import CELL, PairBatch, cell_centres
 from prism_match.training.supervision import Warp, depth_at, warp_by_depth
@@ -29,27 +31,27 @@ def read_model(path: Path | str) -> Model:
     for view in model.views:
         if view.camera.is_distorted:
             file = next(model.path.glob("cameras.*"))
-            raise ValueError(
+            raise UserError(
                 f"{file}: {view.camera.model} camera with lens distortion; undistort the images first"
             )
     return model
 
 
 def load_photo(view: PosedView, image_dir: Path) -> np.ndarray:
-    """h w, uint8. Raises ValueError with one line when the photo is not of its camera's size."""
+    """h w, uint8. Raises UserError with one line when the photo is not of its camera's size."""
     gray = read_gray(image_dir / view.name)
     if gray.shape != (view.height, view.width):
         size = f"{gray.shape[1]}x{gray.shape[0]}"
-        raise ValueError(f"{image_dir / view.name}: {size}, its camera says {view.width}x{view.height}")
+        raise UserError(f"{image_dir / view.name}: {size}, its camera says {view.width}x{view.height}")
     return gray
 
 
 def require_files(folder: Path, names: list[str], what: str) -> None:
-    """Raises ValueError with one line that names the files missing from `folder`."""
+    """Raises UserError with one line that names the files missing from `folder`."""
     missing = [n for n in names if not (folder / n).is_file()]
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise ValueError(f"{folder}: {what}: {', '.join(missing[:5])}{more}")
+        raise UserError(f"{folder}: {what}: {', '.join(missing[:5])}{more}")
 
 
 def depth_path(depth_dir: Path | str, name: str) -> Path:
@@ -62,6 +64,8 @@ def depth_path(depth_dir: Path | str, name: str) -> Path:
 
 ANCHORS = 32  # co-visible points kept for each pair, around which crops are taken
 MIP_LEVELS = 4
+TOLERANCE = 0.03  # relative depth difference up to which a point counts as seen by both images
+SMALLEST_CROP = 0.35  # its side, as a share of the image's shorter side
 # Pairs of which less is confirmed are left out: a camera may be right for one part of a scene and wrong for
 # another (a wrong focal length, a clock's dial that has turned).
 CONFIRMED = 0.3
@@ -94,18 +98,11 @@ class ColmapPairs:
         self,
         collections: Sequence[Collection],
         device: torch.device | str = "cpu",
-        tolerance: float = 0.03,
-        smallest_crop: float = 0.35,
         photometric: bool = True,
     ):
-        """`tolerance`: relative depth difference up to which a point counts as seen by both images.
-
-        `smallest_crop`: side of the smallest crop as a share of the image's shorter side.
-        `photometric`: photos of different days, but few of them, so each is changed as the others are.
-        """
+        """`photometric`: photos of different days, but few of them, so each is changed as the others are."""
         self.name = collections[0].name if len(collections) == 1 else "collections"
-        self.device = torch.device(device)
-        self.tolerance, self.smallest_crop, self.photometric = tolerance, smallest_crop, photometric
+        self.device, self.photometric = torch.device(device), photometric
         models = [read_model(c.model) for c in collections]
         loaded = [self._load(c, m) for c, m in zip(collections, models, strict=True)]
         self._fill_bank([photo for scene in loaded for photo in scene])
@@ -121,23 +118,24 @@ class ColmapPairs:
         for view in model.views:
             try:
                 if not np.isfinite(view.T).all():
-                    raise ValueError(f"{images / view.name}: its pose is not finite")
+                    raise UserError(f"{images / view.name}: its pose is not finite")
                 path = depth_path(collection.depth, view.name)
                 photo, depth = load_photo(view, images), read_depth(path)
                 require_fit(path, depth, photo)
-            except ValueError as e:
+            except UserError as e:
                 log.warning("skipped: %s", e)
                 continue
             photos.append(_Photo(view, photo, depth))
         if len(photos) < 2:
-            raise ValueError(f"{images}: fewer than two photos of the model can be used")
+            raise UserError(f"{images}: fewer than two photos of the model can be used")
         return photos
 
     def _fill_bank(self, photos: list[_Photo]) -> None:
-        side = _round_up(max(max(p.gray.shape) for p in photos), 2 ** (MIP_LEVELS - 1))
+        side = max(max(p.gray.shape) for p in photos)
+        side += -side % 2 ** (MIP_LEVELS - 1)
         # Edges are repeated into the padding so that no dark seam bleeds into the smaller levels.
         bank = np.stack([np.pad(p.gray, [(0, side - n) for n in p.gray.shape], mode="edge") for p in photos])
-        self._mips = _mip_levels(torch.from_numpy(bank).to(self.device))
+        self._mips = mip_maps(torch.from_numpy(bank).to(self.device), MIP_LEVELS)
         side = max(max(p.depth.shape) for p in photos)
         bank = np.stack([np.pad(p.depth, [(0, side - n) for n in p.depth.shape]) for p in photos])
         self._depth = torch.from_numpy(bank).to(self.device)
@@ -179,7 +177,7 @@ class ColmapPairs:
         numbers = torch.from_numpy(pairs).to(self.device)
         measured = [self._measure(*some.unbind(1)) for some in numbers.split(64)] if len(numbers) else []
         if not any((m[0] >= OVERLAP_BINS[0]).any() for m in measured):
-            raise ValueError(f"{model.path}: no two images overlap, so no pairs can be made of it")
+            raise UserError(f"{model.path}: no two images overlap, so no pairs can be made of it")
         overlap, *others = (torch.cat(x) for x in zip(*measured, strict=True))
         keep = overlap >= OVERLAP_BINS[0]
         return tuple(x[keep] for x in (numbers, overlap, *others))
@@ -237,7 +235,7 @@ class ColmapPairs:
             bounds = torch.cat([torch.zeros_like(far), far], 1) - 0.5
         relative = self._T[b] @ self._T_inverse[a]
         maps = self._depth[a], self._depth[b], self._K[a], self._K[b]
-        return warp_by_depth(points, *maps, relative, self.tolerance, bounds)
+        return warp_by_depth(points, *maps, relative, TOLERANCE, bounds)
 
     def __len__(self) -> int:
         """Number of pairs of photos; crops make many more of them."""
@@ -283,7 +281,7 @@ class ColmapPairs:
         size = self._size[view]
         whole = size.amin(1)
         high = torch.minimum(torch.maximum(2.5 * extent, 0.6 * whole), whole)
-        low = torch.minimum(torch.maximum(0.7 * extent, self.smallest_crop * whole), high)
+        low = torch.minimum(torch.maximum(0.7 * extent, SMALLEST_CROP * whole), high)
         side = low * (high / low) ** random[:, 0]
         corner = anchor + 0.5 - (0.15 + 0.7 * random[:, 1:]) * side[:, None]
         return torch.minimum(corner.clamp(min=0), size - side[:, None]), side
@@ -321,16 +319,3 @@ class _Photo:
     view: PosedView
     gray: np.ndarray  # h w, uint8
     depth: np.ndarray  # h w of the map, float32
-
-
-def _mip_levels(bank: Tensor) -> list[Tensor]:
-    """The photos v s s, then halved again and again."""
-    levels = [bank]
-    for _ in range(MIP_LEVELS - 1):
-        half = F.avg_pool2d(levels[-1][:, None].float(), 2)[:, 0]
-        levels.append(half.round().to(torch.uint8))
-    return levels
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from prism_match.files import load_object_arrays
+from prism_match.errors import UserError
+from prism_match.files import atomic_path, load_object_arrays, writable_folder
 from prism_match.training.data.colmap import Model, read_model
-from prism_match.training.data.posed import Frame, PosedPairs, spread_weights
+from prism_match.training.data.posed import Frame, PosedPairs
 
 log = logging.getLogger(__name__)
 
@@ -31,33 +32,21 @@ KEYS = ("image_paths", "depth_paths", "intrinsics", "poses", "pair_infos")
 
 
 class MegaDepthPairs(PosedPairs):
-    """Pairs from `scene_info` files; every scene has the same weight, however many pairs it has."""
+    """Pairs from `scene_info` files."""
 
     def __init__(
         self,
         root: Path | str,
         scene_infos: Iterable[Path | str],
         device: torch.device | str = "cpu",
-        overlap: tuple[float, float] = (0.0, 1.0),
         workers: int = 8,
     ):
-        """`overlap`: pairs with less or more than this are left out."""
-        frames: list[Frame] = []
-        pairs, weights = [np.empty((0, 2), np.int64)], [np.empty(0)]
         files = [Path(f) for f in scene_infos]
-        for file in files:
-            found, scene_pairs, score = read_scene_info(Path(root), file)
-            chosen = (score >= overlap[0]) & (score <= overlap[1])
-            if chosen.any():
-                share = torch.from_numpy(score[chosen])
-                pairs.append(scene_pairs[chosen] + len(frames))
-                weights.append(spread_weights(share, torch.ones_like(share)).numpy())
-            frames += found
-        if not sum(map(len, pairs)):
+        scenes = [read_scene_info(Path(root), file) for file in files]
+        if not any(len(pairs) for _, pairs, _ in scenes):
             named = ", ".join(map(str, files[:3])) or "no scene_info files"
-            raise ValueError(f"MegaDepth: no usable pairs in {named}")
-        drawn = np.concatenate(pairs), np.concatenate(weights)
-        super().__init__("megadepth", frames, *drawn, device, workers, same_size=True)
+            raise UserError(f"MegaDepth: no usable pairs in {named}")
+        super().__init__("megadepth", scenes, device, workers, same_size=True)
 
 
 @dataclass(frozen=True)
@@ -73,7 +62,7 @@ class SceneIndex:
 
 
 def read_index(file: Path) -> SceneIndex:
-    """Raises ValueError with one line when the file is not what it should be."""
+    """Raises UserError with one line when the file is not what it should be."""
     try:
         images, depths, intrinsics, poses, infos = load_object_arrays(file, KEYS)
         pairs = np.array([info[0] for info in infos], np.int64).reshape(-1, 2)
@@ -85,13 +74,13 @@ def read_index(file: Path) -> SceneIndex:
         K = [None if k is None else np.array(k, float).reshape(3, 3) - half for k in intrinsics]
         T = [None if t is None else np.array(t, float).reshape(4, 4) for t in poses]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
-        raise ValueError(f"{file}: not an index of MegaDepth pairs ({e})") from e
+        raise UserError(f"{file}: not an index of MegaDepth pairs ({e})") from e
     return SceneIndex(list(images), list(depths), K, T, pairs, overlap)
 
 
 def read_scene_info(root: Path, file: Path) -> tuple[list[Frame], np.ndarray, np.ndarray]:
     """Frames, pairs n 2 and overlaps n of one `scene_info` file; frames with a bad pose are named, left out.
-    Raises ValueError with one line when the file is not what it should be."""
+    Raises UserError with one line when the file is not what it should be."""
     index = read_index(file)
     frames: list[Frame] = []
     rows = np.full(len(index.images), -1)
@@ -129,20 +118,23 @@ def build_index(
     folders = sorted(p.name for p in (root / DEPTHS).glob("*") if p.is_dir())
     scenes = [name for name in folders if name not in TEST_SCENES]
     if folders and not scenes:
-        raise ValueError(f"{root / DEPTHS}: no scenes but those of the benchmark, which are not trained on")
+        raise UserError(f"{root / DEPTHS}: no scenes but those of the benchmark, which are not trained on")
     if not scenes:
-        raise ValueError(f"{root / DEPTHS}: no scenes here; unpack MegaDepth v1 into {root}")
-    written = []
+        raise UserError(f"{root / DEPTHS}: no scenes here; unpack MegaDepth v1 into {root}")
+    written: list[Path] = []
+    writable_folder(out)
     for scene in tqdm(scenes, desc="scenes", disable=len(scenes) < 2):
         try:
             model = read_model(_undistorted(root, scene, undistort))
             info = scene_info(root, scene, model, overlap, pairs_per_scene)
-        except ValueError as e:
+        except UserError as e:
             log.warning("scene %s left out: %s", scene, e)
             continue
-        written.append(_save(out / f"{scene}_{overlap[0]}_{overlap[1]}.npz", info))
+        written.append(out / f"{scene}_{overlap[0]}_{overlap[1]}.npz")
+        with atomic_path(written[-1]) as temporary:
+            np.savez_compressed(temporary, **info)
     if not written:
-        raise ValueError(f"{root}: no scene has both an SfM model and depth maps")
+        raise UserError(f"{root}: no scene has both an SfM model and depth maps")
     return written
 
 
@@ -161,10 +153,10 @@ def scene_info(root: Path, scene: str, model: Model, overlap: tuple[float, float
         info["intrinsics"][i], info["poses"][i] = K, view.T
     usable = np.array([p is not None for p in info["image_paths"]])
     if not usable.any():
-        raise ValueError(f"no image of {model.path} has a depth map")
+        raise UserError(f"no image of {model.path} has a depth map")
     pairs = _overlapping(model, usable, overlap)
     if not pairs:
-        raise ValueError(f"no two images of {model.path} overlap by {overlap[0]} to {overlap[1]}")
+        raise UserError(f"no two images of {model.path} overlap by {overlap[0]} to {overlap[1]}")
     if len(pairs) > limit:
         chosen = np.random.default_rng(0).choice(len(pairs), limit, replace=False)
         pairs = [pairs[k] for k in sorted(chosen)]
@@ -211,12 +203,12 @@ def _undistorted(root: Path, scene: str, undistort: Undistort | None) -> Path:
         if (raw / "sparse" / "manhattan" / "0").is_dir():
             _undistort(raw / "sparse" / "manhattan" / "0", raw / "images", folder, undistort)
             return folder
-    raise ValueError(f"no SfM model (looked for {folder} and {root}/MegaDepth_v1_SfM/{scene})")
+    raise UserError(f"no SfM model (looked for {folder} and {root}/MegaDepth_v1_SfM/{scene})")
 
 
 def _undistort(model: Path, images: Path, out: Path, undistort: Undistort | None) -> None:
     if undistort is None:
-        raise ValueError(f"{model} has lens distortion, and nothing was given to undistort it")
+        raise UserError(f"{model} has lens distortion, and nothing was given to undistort it")
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was interrupted
     try:
@@ -224,21 +216,9 @@ def _undistort(model: Path, images: Path, out: Path, undistort: Undistort | None
         undistort(model, images, partial)
         # Images that COLMAP cannot read are no error to it.
         if not any(p.is_file() for p in (partial / "images").rglob("*")):
-            raise ValueError(f"no image could be undistorted; are they in {images}?")
+            raise UserError(f"no image could be undistorted; are they in {images}?")
         os.replace(partial, out)
     except (RuntimeError, ValueError, OSError) as e:
-        raise ValueError(f"{model}: undistortion failed ({e})") from e
+        raise UserError(f"{model}: undistortion failed ({e})") from e
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _save(path: Path, info: dict) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as f:
-            np.savez_compressed(f, **info)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path

@@ -13,7 +13,6 @@ import logging
 import math
 import tarfile
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cv2
@@ -22,13 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prism_match.engine.photos import IMAGE_SUFFIXES, in_threads
+from prism_match.errors import UserError
 from prism_match.training.data.photometric import CALM, Draw, augment
 from prism_match.training.data.texture import flat_cells, forget_flat
 from prism_match.training.pairs import PairBatch, cell_centres
 
 log = logging.getLogger(__name__)
 
-IMAGE_SUFFIXES = {".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+MAX_SCALE = 6.0  # between two views
 CANDIDATES = 4  # homography pairs drawn for each photo, of which the first with enough overlap is kept
 
 
@@ -38,42 +39,36 @@ class PhotoStore:
     def __init__(self, photos: Tensor):
         """`photos`: n s s uint8, s divisible by 32."""
         if photos.dim() != 3 or photos.shape[1] != photos.shape[2] or photos.dtype != torch.uint8:
-            raise ValueError(f"photos must be uint8 n s s, not {photos.dtype} {tuple(photos.shape)}")
+            raise UserError(f"photos must be uint8 n s s, not {photos.dtype} {tuple(photos.shape)}")
         self.size = photos.shape[1]
         if len(photos) == 0 or self.size % 32:
-            raise ValueError(f"need at least one photo of a size divisible by 32, not {tuple(photos.shape)}")
+            raise UserError(f"need at least one photo of a size divisible by 32, not {tuple(photos.shape)}")
         self.count = len(photos)
         self.sizes = [self.size]
         while self.sizes[-1] % 2 == 0 and self.sizes[-1] > 4:
             self.sizes.append(self.sizes[-1] // 2)
-        self.flat = torch.cat([_mip_maps(chunk, self.sizes) for chunk in photos.split(256)])
+        chunks = (mip_maps(chunk, len(self.sizes)) for chunk in photos.split(256))
+        self.flat = torch.cat([torch.cat([level.flatten(1) for level in levels], 1) for levels in chunks])
         small = self.flat[:, -sum(s * s for s in self.sizes[2:]) :][:, : self.sizes[2] ** 2] / 255.0
         self.tone = torch.stack([small.mean(1), small.std(1).clamp(min=0.02)], 1)  # n 2: mean and deviation
 
     @classmethod
     def load(
-        cls,
-        paths: str | Path | Iterable[str | Path],
-        size: int = 448,
-        workers: int = 8,
-        limit: int | None = None,
+        cls, paths: str | Path | Iterable[str | Path], size: int = 448, limit: int | None = None
     ) -> PhotoStore:
         """Photos of folders (recursively, tars inside them too), tars and files; `limit` keeps the first."""
         roots = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(p) for p in paths]
         photos: list[np.ndarray] = []
-        with ThreadPoolExecutor(workers) as pool:
-            jobs = ((name, pool.submit(_decode, data, size)) for name, data in _encoded(roots))
-            for name, job in _ahead(jobs, 8 * workers):
-                photo = job.result()
-                if photo is None:
-                    log.warning("skipped %s: not an image that can be decoded", name)
-                    continue
-                photos.append(photo)
-                if limit is not None and len(photos) >= limit:
-                    break
+        for _, photo in in_threads(_encoded(roots), lambda encoded: _decode(*encoded, size)):
+            if isinstance(photo, UserError):
+                log.warning("skipped %s", photo)
+                continue
+            photos.append(photo)
+            if limit is not None and len(photos) >= limit:
+                break
         if not photos:
             where = ", ".join(map(str, roots)) or "an empty list"
-            raise ValueError(f"no photos that can be decoded in {where}")
+            raise UserError(f"no photos that can be decoded in {where}")
         return cls(torch.from_numpy(np.stack(photos)))
 
     @property
@@ -112,21 +107,20 @@ class PhotoStore:
         return torch.lerp(top, bottom, fy) / 255.0
 
 
-def _mip_maps(photos: Tensor, sizes: list[int]) -> Tensor:
-    """n s s uint8 -> n (sum of squared sizes) uint8; every level is the mean of 2x2 of the one before."""
-    level = photos.float().unsqueeze(1)
-    levels = [photos.flatten(1)]
-    for _ in sizes[1:]:
+def mip_maps(photos: Tensor, count: int) -> list[Tensor]:
+    """n s s uint8 -> `count` levels, each the mean of 2x2 of the one before."""
+    level, levels = photos.float().unsqueeze(1), [photos]
+    for _ in range(count - 1):
         level = F.avg_pool2d(level, 2)
-        levels.append(level.round().to(torch.uint8).flatten(1))
-    return torch.cat(levels, 1)
+        levels.append(level[:, 0].round().to(torch.uint8))
+    return levels
 
 
 def _encoded(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
     """Name and encoded bytes of each image under `paths`, in a stable order."""
     for path in paths:
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES | {".tar"})
+            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in (*IMAGE_SUFFIXES, ".tar"))
             yield from _encoded([p for p in inside if p.is_file()])
         elif path.suffix.lower() == ".tar":
             yield from _encoded_in_tar(path)
@@ -142,27 +136,17 @@ def _encoded_in_tar(path: Path) -> Iterator[tuple[str, bytes]]:
                 if file is not None and Path(member.name).suffix.lower() in IMAGE_SUFFIXES:
                     yield f"{path}:{member.name}", file.read()
     except tarfile.ReadError as e:
-        raise ValueError(f"{path}: not a tar file that can be read ({e})") from e
+        raise UserError(f"{path}: not a tar file that can be read ({e})") from e
 
 
-def _ahead(jobs: Iterator, n: int) -> Iterator:
-    """The same items, with `n` of them always submitted ahead: bounds the encoded bytes held in memory."""
-    waiting: list = []
-    for job in jobs:
-        waiting.append(job)
-        if len(waiting) > n:
-            yield waiting.pop(0)
-    yield from waiting
-
-
-def _decode(data: bytes, size: int) -> np.ndarray | None:
-    """Gray, centre square, `size` x `size` uint8; None where the bytes are no image."""
+def _decode(name: str, data: bytes, size: int) -> np.ndarray:
+    """Gray, centre square, `size` x `size` uint8."""
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE)
-    except cv2.error:
-        return None
+    except cv2.error:  # of no bytes, or of too many pixels
+        image = None
     if image is None:
-        return None
+        raise UserError(f"{name}: not an image that can be decoded")
     side = min(image.shape)
     top, left = (image.shape[0] - side) // 2, (image.shape[1] - side) // 2
     image = image[top : top + side, left : left + side]
@@ -208,7 +192,7 @@ def transform(h: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class PhotoPairs:
-    """Pairs of views of one photo related by a homography, with scale ratios of up to `max_scale`."""
+    """Pairs of views of one photo related by a homography, with scale ratios of up to MAX_SCALE."""
 
     name = "photos"
 
@@ -216,7 +200,6 @@ class PhotoPairs:
         self,
         store: PhotoStore,
         device: torch.device | str = "cpu",
-        max_scale: float = 6.0,
         photometric: bool = True,
         strangers: float = 0.06,
         compile: bool = False,
@@ -226,7 +209,7 @@ class PhotoPairs:
         images may have nothing in common. `compile` fuses the rendering into one kernel."""
         self.store, self.device = store.to(device), torch.device(device)
         self._render = torch.compile(render, dynamic=False) if compile else render
-        self.max_scale, self.photometric, self.strangers = max_scale, photometric, strangers
+        self.photometric, self.strangers = photometric, strangers
         self.calm = calm  # share of pairs that are changed little
 
     @torch.no_grad()
@@ -253,10 +236,11 @@ class PhotoPairs:
 
     def _choose_views(self, draw: Draw, b: int, size: int) -> Tensor:
         """b 2 3 3: the first of several random view pairs whose overlap is between 0.1 and 1."""
-        drawn = random_views(draw, b * CANDIDATES, size, self.max_scale)
+        drawn = random_views(draw, b * CANDIDATES, size)
         coarse = cell_centres(128, 128, self.device).view(1, -1, 2) * (size / 128)
-        share = [_overlap(drawn[:, i], drawn[:, 1 - i], coarse, size) for i in range(2)]
-        overlap = torch.maximum(*share).view(b, CANDIDATES)
+        x, y = coarse.unbind(-1)
+        seen = [_warp(drawn[:, i], drawn[:, 1 - i], x, y, size)[1] for i in range(2)]
+        overlap = torch.maximum(*(x.float().mean(1) for x in seen)).view(b, CANDIDATES)
         # First good candidate; where none is good, the one that overlaps most.
         order = torch.arange(CANDIDATES, 0, -1, device=self.device)
         best = torch.where(overlap > 0.12, order, overlap).argmax(1)
@@ -302,7 +286,8 @@ def render(
 class Patches:
     """Random ellipses in one view which show something else."""
 
-    def __init__(self, draw: Draw, b: int, size: int, count: int = 4):
+    def __init__(self, draw: Draw, b: int, size: int):
+        count = 4
         self.x, self.y = draw.uniform(0, size, b, count, 1), draw.uniform(0, size, b, count, 1)
         present = draw.chance(0.4, b, 1, 1) & draw.chance(0.6, b, count, 1)
         self.rx = draw.log_uniform(0.03, 0.22, b, count, 1) * size * present
@@ -316,11 +301,9 @@ class Patches:
         return ((dx**self.power + dy**self.power < 1) & (self.rx > 0)).any(1)
 
 
-def random_views(draw: Draw, n: int, size: int, max_scale: float) -> Tensor:
-    """n 2 3 3: two views of one photo each, pixels -> photo in [0, 1].
-
-    The wide view covers much of the photo, the near one up to `max_scale` times less of it.
-    """
+def random_views(draw: Draw, n: int, size: int, max_scale: float = MAX_SCALE) -> Tensor:
+    """n 2 3 3: two views of one photo each, pixels -> photo in [0, 1]. The wide view covers much of the
+    photo, the near one up to `max_scale` times less of it."""
     ratio = max_scale ** draw.uniform(0, 1, n).pow(1.3)
     wide = draw.uniform(0.35, 0.52, n) * draw.uniform(0.6, 1, n).where(ratio < 2, torch.ones_like(ratio))
     extent = torch.stack([wide, wide / ratio], 1)  # half a view's side, in photo sides
@@ -344,27 +327,9 @@ def random_views(draw: Draw, n: int, size: int, max_scale: float) -> Tensor:
     ).view(n, 2, 3, 3)
     perspective = torch.stack([one, zero, zero, zero, one, zero, tilt[..., 0], tilt[..., 1], one], -1)
     half = size / 2
-    normalise = torch.stack(
-        [
-            one / half,
-            zero,
-            (0.5 - half) / half * one,
-            zero,
-            one / half,
-            (0.5 - half) / half * one,
-            zero,
-            zero,
-            one,
-        ],
-        -1,
-    ).view(n, 2, 3, 3)
-    return product(product(similarity, perspective.view(n, 2, 3, 3)), normalise)
-
-
-def _overlap(source: Tensor, target: Tensor, points: Tensor, size: int) -> Tensor:
-    """n: share of the points of the source view that the target view sees too."""
-    _, seen = _warp(source, target, points[..., 0], points[..., 1], size)
-    return seen.float().mean(1)
+    step, start = one / half, (0.5 - half) / half * one  # of pixels from -1 to 1
+    normalise = torch.stack([step, zero, start, zero, step, start, zero, zero, one], -1)
+    return product(product(similarity, perspective.view(n, 2, 3, 3)), normalise.view(n, 2, 3, 3))
 
 
 def _warp(source: Tensor, target: Tensor, x: Tensor, y: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prism_match.errors import UserError
 from prism_match.frames import Frame, read_depth, read_gray
 from prism_match.geometry import resize_matrix
 from prism_match.training.pairs import CELL, PairBatch, cell_centres
@@ -41,20 +42,19 @@ def scale_intrinsics(K: np.ndarray, sx: float, sy: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A frame resized so that its longer side is `size`, in the top-left corner of a square."""
+    """A frame that was resized, in the top-left corner of a larger one."""
 
-    image: np.ndarray  # size size, uint8
-    depth: np.ndarray  # size size, float32
+    image: np.ndarray  # h w, uint8
+    depth: np.ndarray  # h w, float32
     K: np.ndarray  # 3 3
     T: np.ndarray  # 4 4
     extent: tuple[int, int]  # width and height of what is not padding
 
 
 def load_frame(frame: Frame, size: int, same_size: bool) -> Loaded:
-    """Raises ValueError with one line when an image or a depth map is missing, broken or does not fit.
-
-    With `same_size`, depth has to have the size of the image; otherwise the same shape will do.
-    """
+    """Resized so that its longer side is `size`, in a square. Raises UserError with one line when an image or
+    a depth map is missing, broken or does not fit. With `same_size`, depth has to have the size of the image;
+    otherwise the same shape will do."""
     image, depth = read_gray(frame.image), read_depth(frame.depth)
     require_fit(frame.depth, depth, image, same_size)
     h, w = image.shape
@@ -72,11 +72,11 @@ def load_frame(frame: Frame, size: int, same_size: bool) -> Loaded:
 
 
 def require_fit(path: Path, depth: np.ndarray, image: np.ndarray, same_size: bool = False) -> None:
-    """Raises ValueError with one line when a depth map has not the shape (or size) of its image."""
+    """Raises UserError with one line when a depth map has not the shape (or size) of its image."""
     (h, w), (rows, columns) = image.shape, depth.shape
     same_shape = abs(columns / rows * h / w - 1) < 0.02
     if depth.shape != image.shape and (same_size or not same_shape):
-        raise ValueError(f"{path}: depth map is {columns}x{rows}, its image is {w}x{h}")
+        raise UserError(f"{path}: depth map is {columns}x{rows}, its image is {w}x{h}")
 
 
 def resize_depth(depth: np.ndarray, width: int, height: int) -> np.ndarray:
@@ -92,19 +92,25 @@ class PosedPairs:
     def __init__(
         self,
         name: str,
-        frames: Sequence[Frame],
-        pairs: np.ndarray,
-        weights: np.ndarray,
-        device: torch.device | str = "cpu",
-        workers: int = 8,
-        tolerance: float = 0.05,
+        scenes: Sequence[tuple[list[Frame], np.ndarray, np.ndarray]],
+        device: torch.device | str,
+        workers: int,
         same_size: bool = False,
     ):
-        """`pairs` n 2 are indices of `frames`; `weights` n need not sum to 1."""
-        self.name, self.frames, self.pairs = name, frames, pairs
-        self.device, self.tolerance, self.same_size = torch.device(device), tolerance, same_size
+        """`scenes`: the frames of each, pairs n 2 of them and their overlaps n. Every scene has the same
+        weight, however many pairs it has."""
+        self.name, self.device, self.same_size = name, torch.device(device), same_size
         self.broken: dict[str, str] = {}  # image path -> why it is skipped
-        self._cumulative = torch.from_numpy(np.cumsum(weights / weights.sum())).float()
+        self.frames: list[Frame] = []
+        pairs, weights = [], []
+        for frames, scene_pairs, overlap in scenes:
+            share = torch.from_numpy(overlap)
+            pairs.append(scene_pairs + len(self.frames))
+            weights.append(spread_weights(share, torch.ones_like(share)))
+            self.frames += frames
+        self.pairs = np.concatenate(pairs)
+        cumulative = torch.cat(weights).double().cumsum(0)
+        self._cumulative = (cumulative / cumulative[-1]).float()
         self._pool = ThreadPoolExecutor(workers)
 
     def __len__(self) -> int:
@@ -126,8 +132,9 @@ class PosedPairs:
                 names.append(" ".join(self.frames[i].image.stem for i in self.pairs[row]))
             if misses > 20 * batch + 200:
                 last = next(reversed(self.broken.values()))
-                raise ValueError(f"{self.name}: hardly any pair can be read; the last one: {last}")
-        return self._batch(good, tuple(names))
+                raise UserError(f"{self.name}: hardly any pair can be read; the last one: {last}")
+        first, second = (Side.of([pair[k] for pair in good], self.device) for k in (0, 1))
+        return pair_batch(first, second, tuple(names))
 
     def _draw(self, count: int, generator: torch.Generator) -> list[int]:
         random = torch.rand(count, generator=generator, device=generator.device).cpu()
@@ -141,55 +148,53 @@ class PosedPairs:
                 return None
             try:
                 loaded.append(load_frame(frame, size, self.same_size))
-            except ValueError as e:
+            except UserError as e:
                 self.broken[str(frame.image)] = str(e)
                 log.warning("skipped: %s", e)
                 return None
         return loaded[0], loaded[1]
 
-    def _batch(self, good: list[tuple[Loaded, Loaded]], names: tuple[str, ...]) -> PairBatch:
-        first, second = (self._stack([pair[k] for pair in good]) for k in (0, 1))
-        size = first.image.shape[-1]
-        there, back = self._warp_cells(first, second, size), self._warp_cells(second, first, size)
-        cells = (len(good), size // CELL, size // CELL)
-        return PairBatch(
-            first.image, second.image,
-            there.points.view(*cells, 2), there.visible.view(cells),
-            back.points.view(*cells, 2), back.visible.view(cells),
-            first.mask, second.mask, ~there.known.view(cells), ~back.known.view(cells),
-            names=names,
-        )  # fmt: skip
 
-    def _stack(self, frames: list[Loaded]) -> _Side:
+@dataclass(frozen=True)
+class Side:
+    """One image of each of b pairs."""
+
+    image: Tensor  # b 1 h w
+    mask: Tensor  # b h w, bool
+    extent: Tensor  # b 2: width and height without padding
+    depth: Tensor  # b h w
+    K: Tensor  # b 3 3, double
+    T: Tensor  # b 4 4, double
+
+    @staticmethod
+    def of(frames: Sequence[Loaded], device: torch.device) -> Side:
         def tensor(values: list) -> Tensor:
-            return torch.from_numpy(np.stack(values)).to(self.device, non_blocking=True)
+            return torch.from_numpy(np.stack(values)).to(device, non_blocking=True)
 
         image = tensor([f.image for f in frames])
         extent = tensor([np.array(f.extent, np.float32) for f in frames])
-        steps = torch.arange(image.shape[-1], device=self.device)
-        mask = (steps[:, None] < extent[:, 1, None, None]) & (steps < extent[:, 0, None, None])
-        return _Side(
-            image[:, None].float() / 255, mask, extent,
-            tensor([f.depth for f in frames]),
-            tensor([f.K.astype(np.float32) for f in frames]),
-            tensor([f.T for f in frames]),
-        )  # fmt: skip
+        y, x = (torch.arange(n, device=device) for n in image.shape[1:])
+        mask = (y[:, None] < extent[:, 1, None, None]) & (x < extent[:, 0, None, None])
+        depth, K, T = (tensor([getattr(f, name) for f in frames]) for name in ("depth", "K", "T"))
+        return Side(image[:, None].float() / 255, mask, extent, depth, K, T)
 
-    def _warp_cells(self, a: _Side, b: _Side, size: int) -> Warp:
-        centres = cell_centres(size, size, self.device).flatten(0, 1).expand(len(a.image), -1, -1)
+    def warp_cells(self, other: Side) -> Warp:
+        """Where the centres of cells, row by row, land in the other images."""
+        b, _, h, w = self.image.shape
+        centres = cell_centres(h, w, self.image.device).flatten(0, 1).expand(b, -1, -1)
         # In double precision: world coordinates may be large.
-        relative = b.T @ torch.linalg.inv_ex(a.T).inverse
-        bounds = torch.cat([torch.zeros_like(b.extent), b.extent], 1) - 0.5
-        return warp_by_depth(centres, a.depth, b.depth, a.K, b.K, relative, self.tolerance, bounds)
+        relative = other.T @ torch.linalg.inv_ex(self.T).inverse
+        bounds = torch.cat([torch.zeros_like(other.extent), other.extent], 1) - 0.5
+        return warp_by_depth(centres, self.depth, other.depth, self.K, other.K, relative, bounds1=bounds)
 
 
-@dataclass(frozen=True)
-class _Side:
-    """One image of each of b pairs."""
-
-    image: Tensor  # b 1 s s
-    mask: Tensor  # b s s, bool
-    extent: Tensor  # b 2: width and height without padding
-    depth: Tensor  # b s s
-    K: Tensor  # b 3 3
-    T: Tensor  # b 4 4, double
+def pair_batch(first: Side, second: Side, names: tuple[str, ...] = ()) -> PairBatch:
+    there, back = first.warp_cells(second), second.warp_cells(first)
+    cells0, cells1 = (x.mask[:, ::CELL, ::CELL].shape for x in (first, second))
+    return PairBatch(
+        first.image, second.image,
+        there.points.view(*cells0, 2), there.visible.view(cells0),
+        back.points.view(*cells1, 2), back.visible.view(cells1),
+        first.mask, second.mask, ~there.known.view(cells0), ~back.known.view(cells1),
+        names=names,
+    )  # fmt: skip

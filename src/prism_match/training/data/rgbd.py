@@ -10,8 +10,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from prism_match.errors import UserError
 from prism_match.frames import Frame, find_sequences, read_depth, read_sequence
-from prism_match.training.data.posed import PosedPairs, resize_depth, scale_intrinsics, spread_weights
+from prism_match.training.data.posed import PosedPairs, resize_depth, scale_intrinsics
 from prism_match.training.supervision import warp_by_depth
 
 log = logging.getLogger(__name__)
@@ -33,22 +34,18 @@ class RGBDPairs(PosedPairs):
     ):
         """`folder`: a sequence or a folder of sequences; `max_frames` of each are used, evenly spaced."""
         folder = Path(folder)
-        frames: list[Frame] = []
-        pairs, weights = [np.empty((0, 2), np.int64)], [np.empty(0)]
+        scenes = []
         for scene in find_sequences(folder):
-            found = spaced(read_sequence(scene), max_frames)
-            scene_pairs, share = measure_overlap(found, device)
+            frames = spaced(read_sequence(scene), max_frames)
+            pairs, share = (x.cpu().numpy() for x in measure_overlap(frames, device))
             chosen = (share >= overlap[0]) & (share <= overlap[1])
             if chosen.any():
-                pairs.append(scene_pairs[chosen].cpu().numpy() + len(frames))
-                share = share[chosen].cpu()
-                weights.append(spread_weights(share, torch.ones_like(share)).numpy())
+                scenes.append((frames, pairs[chosen], share[chosen]))
             else:
                 log.warning("%s: no two frames overlap by %s to %s", scene, *overlap)
-            frames += found
-        if not sum(map(len, pairs)):
-            raise ValueError(f"{folder}: no two frames overlap by {overlap[0]} to {overlap[1]}")
-        super().__init__(folder.name, frames, np.concatenate(pairs), np.concatenate(weights), device, workers)
+        if not scenes:
+            raise UserError(f"{folder}: no two frames overlap by {overlap[0]} to {overlap[1]}")
+        super().__init__(folder.name, scenes, device, workers)
 
 
 def spaced(frames: list[Frame], most: int = MOST_FRAMES) -> list[Frame]:
@@ -89,7 +86,7 @@ def _probe(frame: Frame) -> tuple[np.ndarray, np.ndarray]:
         depth = read_depth(frame.depth)
         with Image.open(frame.image) as image:  # reads the header only
             width, height = image.size
-    except (ValueError, OSError) as e:
+    except (UserError, OSError) as e:
         log.warning("skipped: %s", e)
         return np.zeros((1, PROBE), np.float32), np.eye(3)
     h = max(round(height * PROBE / width), 1)

@@ -17,12 +17,10 @@ NEIGHBOURHOOD = 3  # cells a side
 
 def flat_cells(image: Tensor) -> Tensor:
     """image: b 1 h w in [0, 1], before noise is added. Returns b h/8 w/8, bool."""
-    mean, square = (_around(F.avg_pool2d(x, CELL)) for x in (image, image.square()))
-    return (square - mean.square())[:, 0] < FLAT**2
-
-
-def _around(cells: Tensor) -> Tensor:
-    return F.avg_pool2d(cells, NEIGHBOURHOOD, 1, NEIGHBOURHOOD // 2, count_include_pad=False)
+    cells = F.avg_pool2d(torch.cat([image, image.square()], 1), CELL)
+    around = F.avg_pool2d(cells, NEIGHBOURHOOD, 1, NEIGHBOURHOOD // 2, count_include_pad=False)
+    mean, square = around.unbind(1)
+    return square - mean.square() < FLAT**2
 
 
 def forget_flat(batch: PairBatch, flat0: Tensor, flat1: Tensor) -> PairBatch:

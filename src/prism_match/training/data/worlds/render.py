@@ -54,6 +54,11 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(-1)
 
 
+def per_length(axis: Tensor) -> Tensor:
+    """... 3, over its squared length: its product with a vector is how many of it that goes along it."""
+    return axis / axis.square().sum(-1, keepdim=True).clamp(min=1e-9)
+
+
 def pixel_rays(camera: Cameras, size: int) -> Tensor:
     """b 3 3: columns map the pixel (x, y, 1) to the ray direction in the world, of depth 1."""
     right, down, forward = camera.axes.unbind(-2)
@@ -69,30 +74,18 @@ def make_view(scene: Scene, camera: Cameras, size: int) -> View:
     eye = camera.eye.unsqueeze(1)
     cross = torch.linalg.cross
     to_corner = rects.corner - eye
-    normal = unit(cross(rects.across, rects.up))
-    det = dot(cross(rects.across, rects.up), to_corner)
+    area = cross(rects.across, rects.up)
+    normal, det = unit(area), dot(area, to_corner)
     # A rectangle seen edge-on, or padding without size, is left out: rows of zero are never hit.
     usable = det.abs() > 1e-6
-    inverse = torch.stack(
-        [cross(rects.up, to_corner), cross(to_corner, rects.across), cross(rects.across, rects.up)], -2
-    )
-    inverse = torch.where(
-        usable[..., None, None], inverse / torch.where(usable, det, 1.0)[..., None, None], 0.0
-    )
+    rows = [cross(rects.up, to_corner), cross(to_corner, rects.across), area]
+    inverse = torch.stack(rows, -2) * torch.where(usable, 1 / det, 0.0)[..., None, None]
     plane = (inverse.unsqueeze(-1) * rays.unsqueeze(-3)).sum(-2)
-    eye_uvw = torch.stack(
-        [
-            -dot(to_corner, rects.across) / dot(rects.across, rects.across).clamp(min=1e-9),
-            -dot(to_corner, rects.up) / dot(rects.up, rects.up).clamp(min=1e-9),
-            -dot(to_corner, normal),
-        ],
-        -1,
-    )
-    # Rows of the map into a body's own axes: half-axes over their squared lengths.
-    into = rounds.axes / rounds.axes.square().sum(-1, keepdim=True).clamp(min=1e-9)
+    eye_uvw = [-dot(to_corner, axis) for axis in (per_length(rects.across), per_length(rects.up), normal)]
+    into = per_length(rounds.axes)  # rows of the map into a body's own axes
     beam = (into.unsqueeze(-1) * rays.unsqueeze(-3)).sum(-2)
     eye_round = (into * (eye - rounds.centre).unsqueeze(-2)).sum(-1)
-    return View(camera, rects, rounds, scene.look, plane, eye_uvw, normal, beam, eye_round)
+    return View(camera, rects, rounds, scene.look, plane, torch.stack(eye_uvw, -1), normal, beam, eye_round)
 
 
 def _linear(rows: Tensor, x: Tensor, y: Tensor) -> list[Tensor]:
@@ -134,13 +127,8 @@ def _nearest_round(view: View, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Inverse depth (0: none) and index of the nearest round body at each pixel (b n)."""
     r = view.rounds
     ray = _linear(view.beam, x, y)
-    depth, _ = _round_depths(
-        view.eye_round.unsqueeze(2).unbind(-1),
-        ray,
-        r.bulge.unsqueeze(-1),
-        r.low.unsqueeze(-1),
-        r.high.unsqueeze(-1),
-    )
+    shape = (t.unsqueeze(-1) for t in (r.bulge, r.low, r.high))
+    depth, _ = _round_depths(view.eye_round.unsqueeze(2).unbind(-1), ray, *shape)
     return torch.where(depth < FARTHEST, 1 / depth, 0.0).max(1)
 
 
@@ -152,33 +140,18 @@ def pick(table: Tensor, index: Tensor) -> Tensor:
 
 def cast(view: View, x: Tensor, y: Tensor) -> Hits:
     """The first surface met by the ray through each pixel (x, y: b n)."""
-    r = view.rects.taper.shape[1]
     inverse_rect, rect = _nearest_rect(view, x, y)
     inverse_round, body = _nearest_round(view, x, y)
     is_round = inverse_round > inverse_rect
     flat, curved = _hit_rect(view, rect, x, y), _hit_round(view, body, x, y)
-    met = torch.maximum(inverse_rect, inverse_round) > 0
-    index = torch.where(is_round, body + r, rect)
-
-    def choose(name: str) -> Tensor:
-        a, b = curved[name], flat[name]
-        return torch.where(is_round.unsqueeze(-1) if a.dim() == 3 else is_round, a, b)
-
-    depth = torch.where(met, choose("depth"), FARTHEST)
-    return Hits(
-        depth,
-        index,
-        met,
-        choose("front"),
-        choose("u"),
-        choose("v"),
-        choose("inset"),
-        choose("recessed"),
-        choose("normal"),
-    )
+    both = zip(vars(curved).values(), vars(flat).values(), strict=True)
+    hits = Hits(*(torch.where(is_round.unsqueeze(-1) if a.dim() == 3 else is_round, a, b) for a, b in both))
+    hits.met = torch.maximum(inverse_rect, inverse_round) > 0
+    hits.depth = torch.where(hits.met, hits.depth, FARTHEST)
+    return hits
 
 
-def _hit_rect(view: View, rect: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+def _hit_rect(view: View, rect: Tensor, x: Tensor, y: Tensor) -> Hits:
     """Where each ray meets its rectangle, with the recess of the bay it enters, if any."""
     rows = pick(view.plane, rect)
     qu, qv, inverse = (rows[..., i, 0] * x + (rows[..., i, 1] * y + rows[..., i, 2]) for i in range(3))
@@ -209,18 +182,11 @@ def _hit_rect(view: View, rect: Tensor, x: Tensor, y: Tensor) -> dict[str, Tenso
     normal = pick(view.normal, rect) * torch.where(front, 1.0, -1.0).unsqueeze(-1)
     normal = torch.where(on_u.unsqueeze(-1), -across * torch.sign(go_u).unsqueeze(-1), normal)
     normal = torch.where(on_v.unsqueeze(-1), -up * torch.sign(go_v).unsqueeze(-1), normal)
-    return {
-        "depth": depth * s,
-        "front": front,
-        "u": eye_u + s * go_u,
-        "v": eye_v + s * go_v,
-        "inset": (s - 1) * eye_w,
-        "recessed": enters,
-        "normal": normal,
-    }
+    u, v = eye_u + s * go_u, eye_v + s * go_v
+    return Hits(depth * s, rect, inverse > 0, front, u, v, (s - 1) * eye_w, enters, normal)
 
 
-def _hit_round(view: View, body: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+def _hit_round(view: View, body: Tensor, x: Tensor, y: Tensor) -> Hits:
     """Where each ray meets its round body; u runs around it, v from its foot to its top."""
     r = view.rounds
     rows = pick(view.beam, body)
@@ -230,19 +196,13 @@ def _hit_round(view: View, body: Tensor, x: Tensor, y: Tensor) -> dict[str, Tens
     depth, outside = _round_depths(eye, ray, bulge, low, high)
     px, py, pz = (e + depth * d for e, d in zip(eye, ray, strict=True))
     axes = pick(r.axes, body)
-    into = axes / axes.square().sum(-1, keepdim=True).clamp(min=1e-9)
+    into = per_length(axes)
     gradient = torch.stack([px, py, bulge * pz], -1)
     normal = unit((into * gradient.unsqueeze(-1)).sum(-2)) * torch.where(outside, 1.0, -1.0).unsqueeze(-1)
-    zero = torch.zeros_like(depth)
-    return {
-        "depth": depth,
-        "front": outside,
-        "u": torch.atan2(py, px) / (2 * torch.pi) + 0.5,
-        "v": (pz - low) / (high - low).clamp(min=1e-6),
-        "inset": zero,
-        "recessed": zero > 1,
-        "normal": normal,
-    }
+    u = torch.atan2(py, px) / (2 * torch.pi) + 0.5
+    v = (pz - low) / (high - low).clamp(min=1e-6)
+    zero, index = torch.zeros_like(depth), body + view.rects.taper.shape[1]
+    return Hits(depth, index, depth < FARTHEST, outside, u, v, zero, zero > 1, normal)
 
 
 # -- light and paint ----------------------------------------------------------------------------
@@ -317,12 +277,9 @@ def _paint(view: View, light: Light, store: PhotoStore, hits: Hits, rays: Tensor
         return spread_levels((torch.log2(texels.clamp(min=1e-3)) + blur).view(len(u), sub, -1)).view_as(u)
 
     in_recess = hits.recessed
-    inner_u = (bay_u - torch.floor(bay_u) - recess[..., 0]) / (recess[..., 1] - recess[..., 0]).clamp(
-        min=0.05
-    )
-    inner_v = (bay_v - torch.floor(bay_v) - recess[..., 2]) / (recess[..., 3] - recess[..., 2]).clamp(
-        min=0.05
-    )
+    left, right, bottom, top = recess.unbind(-1)
+    inner_u = (bay_u - torch.floor(bay_u) - left) / (right - left).clamp(min=0.05)
+    inner_v = (bay_v - torch.floor(bay_v) - bottom) / (top - bottom).clamp(min=0.05)
     whole_u = crop[..., 0] + crop[..., 2] * u.clamp(0, 1)
     whole_v = crop[..., 1] + crop[..., 3] * (1 - v.clamp(0, 1))
     density = torch.maximum(crop[..., 2] / width, crop[..., 3] / height)
@@ -361,8 +318,7 @@ def _in_shadow(view: View, light: Light, hits: Hits, point: Tensor, sun: Tensor,
     rise = dot(pick(view.normal, index), sun).clamp(min=1e-3)
     across, up = pick(view.rects.across, index), pick(view.rects.up, index)
     way = hits.inset / rise
-    u = hits.u + way * dot(across, sun) / across.square().sum(-1).clamp(min=1e-9)
-    v = hits.v + way * dot(up, sun) / up.square().sum(-1).clamp(min=1e-9)
+    u, v = hits.u + way * dot(per_length(across), sun), hits.v + way * dot(per_length(up), sun)
     bays, recess = pick(view.look.bays, index), pick(view.look.recess, index)
     u, v = u * bays[..., 0], v * bays[..., 1]
     u, v = u - torch.floor(hits.u * bays[..., 0]), v - torch.floor(hits.v * bays[..., 1])
@@ -373,9 +329,8 @@ def _in_shadow(view: View, light: Light, hits: Hits, point: Tensor, sun: Tensor,
 def _rect_shadow(view: View, start: Tensor, toward: Tensor) -> Tensor:
     """start b 1 s n 3, toward b 1 s 1 3 -> b s n bool."""
     rects, normal = view.rects, view.normal[:, :, None, None]
-    across = (rects.across / rects.across.square().sum(-1, keepdim=True).clamp(min=1e-9))[:, :, None, None]
-    up = (rects.up / rects.up.square().sum(-1, keepdim=True).clamp(min=1e-9))[:, :, None, None]
-    corner = rects.corner[:, :, None, None]
+    parts = (per_length(rects.across), per_length(rects.up), rects.corner)
+    across, up, corner = (t[:, :, None, None] for t in parts)
     speed = dot(normal, toward)
     # Written as constant part plus linear part, so that nothing of b m s n 3 is ever stored.
     height = _dot_point(normal, start) - dot(normal, corner)
@@ -394,7 +349,7 @@ def _dot_point(vector: Tensor, point: Tensor) -> Tensor:
 def _round_shadow(view: View, start: Tensor, toward: Tensor) -> Tensor:
     """start b 1 s n 3, toward b 1 s 1 3 -> b s n bool."""
     r = view.rounds
-    into = (r.axes / r.axes.square().sum(-1, keepdim=True).clamp(min=1e-9))[:, :, None, None]  # b m 1 1 3 3
+    into = per_length(r.axes)[:, :, None, None]  # b m 1 1 3 3
     eye = [
         _dot_point(into[..., i, :], start) - dot(into[..., i, :], r.centre[:, :, None, None])
         for i in range(3)
@@ -407,11 +362,8 @@ def _round_shadow(view: View, start: Tensor, toward: Tensor) -> Tensor:
 def _windows(view: View, light: Light, hits: Hits, colour: Tensor) -> Tensor:
     """Some recesses of this view glow: lit rooms behind windows."""
     bays = pick(view.look.bays, hits.index)
-    seed = (
-        torch.floor(hits.u * bays[..., 0]) * 12.9898
-        + torch.floor(hits.v * bays[..., 1]) * 78.233
-        + hits.index
-    )
+    column, row = torch.floor(hits.u * bays[..., 0]), torch.floor(hits.v * bays[..., 1])
+    seed = column * 12.9898 + row * 78.233 + hits.index
     noise = torch.frac(torch.sin(seed) * 43758.5453).abs()
     return torch.where(hits.recessed & (noise < light.lit.unsqueeze(1)), 0.35 + 1.2 * colour, colour)
 

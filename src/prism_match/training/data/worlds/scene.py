@@ -34,9 +34,8 @@ class Table:
         """The tables of `parts` joined along `dim`."""
 
         def join(values: list) -> Tensor | Table:
-            return (
-                type(values[0]).cat(values, dim) if isinstance(values[0], Table) else torch.cat(values, dim)
-            )
+            cat = type(values[0]).cat if isinstance(values[0], Table) else torch.cat
+            return cat(values, dim)
 
         return cls(*(join([getattr(p, f.name) for p in parts]) for f in fields(cls)))
 
@@ -44,10 +43,6 @@ class Table:
         """The same table with `f` applied to every tensor."""
         values = (getattr(self, x.name) for x in fields(self))
         return type(self)(*(v.map(f) if isinstance(v, Table) else f(v) for v in values))
-
-    def select(self: T, dim: int, i: int) -> T:
-        """Entry `i` along `dim` of every tensor."""
-        return self.map(lambda t: t.select(dim, i))
 
     def padded(self: T, m: int) -> T:
         """With zeros up to `m` entries: primitives of no size, which no ray hits."""
@@ -225,13 +220,12 @@ class Builder:
         axes: Tensor,
         style: Style = PLAIN,
         bulge: float | Tensor = 0.0,
-        low: float | Tensor = -1.0,
-        high: float | Tensor = 1.0,
+        low: float = -1.0,
         alike: bool = False,
     ) -> None:
         """m round bodies: `centre` b m 3, `axes` b m 3 3; all painted alike or each in its own way."""
         m = centre.shape[1]
-        shape = [self.number(v, m) for v in (bulge, low, high)]
+        shape = [self.number(v, m) for v in (bulge, low, 1.0)]
         self._rounds.append(Rounds(centre.expand(self.b, m, 3), axes.expand(self.b, m, 3, 3), *shape))
         self._round_styles += [style] + [style._replace(alike=float(alike))] * (m - 1)
 

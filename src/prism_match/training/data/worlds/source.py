@@ -77,7 +77,9 @@ class Worlds:
         # Half of the time the same people, elsewhere: what moves must not be matched.
         same = draw.chance(0.5, batch)
         look.photo = _shared(look.photo, same)
-        return make_view(with_bodies(twice(scene), bodies, look), cameras, size)
+        scene = twice(scene)
+        rounds = Rounds.cat([scene.rounds, bodies])
+        return make_view(Scene(scene.rects, rounds, Look.cat([scene.look, look])), cameras, size)
 
     def photograph(self, views: View, size: int, generator: torch.Generator) -> PairBatch:
         """The images of 2b views, each in its own light, and their ground truth."""
@@ -196,11 +198,6 @@ def passers_by(draw: Draw, camera: Cameras) -> Rounds:
         return Rounds(centre, axes, one, -one, one)
 
     return Rounds.cat([ellipsoid(0.42, 1.0, 0.45), ellipsoid(0.92, 0.45, 0.09)])
-
-
-def with_bodies(scene: Scene, bodies: Rounds, look: Look) -> Scene:
-    """The scene with more round bodies in it."""
-    return Scene(scene.rects, Rounds.cat([scene.rounds, bodies]), Look.cat([scene.look, look]))
 
 
 def random_light(draw: Draw, view: View, photos: int) -> Light:
