@@ -66,7 +66,5 @@ def serve(
         host, port, token or None, places, batch, timeout, max_mib, max_megapixels, max_size,
         features_mib, features_seconds,
     )  # fmt: skip
-    serve(
-        make_matcher(weights, model_config, device, precision, size, threshold, None, rotate, polish),
-        settings,
-    )
+    matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate, polish)
+    serve(matcher, settings)
