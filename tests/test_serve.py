@@ -93,18 +93,25 @@ def server(matcher: Matcher) -> Iterator[Running]:
         yield running
 
 
+class Held:
+    """The model waits, with the jobs that it has, until it is let go."""
+
+    def __init__(self) -> None:
+        self.busy, self.go = threading.Event(), threading.Event()
+
+
 @pytest.fixture
-def held(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The model waits, with what it has, until the event is set."""
-    event, work = threading.Event(), ModelThread._work
+def held(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    held, work = Held(), ModelThread._work
 
     def wait_and_work(self: ModelThread, jobs: Any) -> Any:
-        event.wait(20)
+        held.busy.set()
+        held.go.wait(20)
         return work(self, jobs)
 
     monkeypatch.setattr(ModelThread, "_work", wait_and_work)
-    yield event
-    event.set()
+    yield held
+    held.go.set()
     wait_for(lambda: server.service.taken == 0)
 
 
@@ -214,15 +221,14 @@ def test_accept() -> None:
         chosen("application/json;q=0")
 
 
-def test_those_who_wait_are_matched_together(server: Running, held: threading.Event) -> None:
+def test_those_who_wait_are_matched_together(server: Running, held: Held) -> None:
     pairs = [(photo(n), photo(n + 1)) for n in range(4)]
     with ThreadPoolExecutor(5) as pool:
         first = pool.submit(server.match, photo(8), photo(9))
-        wait_for(lambda: server.service.taken == 1 and not server.service.model.waiting())
-        wait_for(lambda: server.service.model._thread.is_alive())
+        wait_for(held.busy.is_set)
         others = [pool.submit(server.match, *pair) for pair in pairs]
         wait_for(lambda: server.service.model.waiting() == 4)
-        held.set()
+        held.go.set()
         together = [future.result() for future in others]
     assert first.result().json()["batch"] == 1
     assert [response.json()["batch"] for response in together] == [4] * 4
@@ -231,23 +237,23 @@ def test_those_who_wait_are_matched_together(server: Running, held: threading.Ev
 
 
 def test_one_that_fails_does_not_take_the_others_along(
-    server: Running, held: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Running, held: Held, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     work = ModelThread._work
 
     def work_but_for_one(self: ModelThread, jobs: Any) -> Any:
-        if any(job.manner.threshold == 0.25 for job in jobs):
+        if any(image.size == (64, 64) for job in jobs for image in job.images):
             raise RuntimeError("secret of a client")
         return work(self, jobs)
 
     monkeypatch.setattr(ModelThread, "_work", work_but_for_one)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(server.match, photo(8), photo(9))
-        wait_for(lambda: server.service.taken == 1)
-        bad = pool.submit(server.match, photo(0), photo(1), threshold=0.25)
+        wait_for(held.busy.is_set)
+        bad = pool.submit(server.match, photo(0), photo(1, 64, 64))
         good = pool.submit(server.match, photo(0), photo(1))
         wait_for(lambda: server.service.model.waiting() == 2)
-        held.set()
+        held.go.set()
         refused(bad.result(), 500, "the matcher failed on this pair")
         assert good.result().status_code == first.result().status_code == 200
     assert "RuntimeError" in caplog.text and "secret" not in caplog.text
@@ -458,7 +464,7 @@ def test_settings(settings: dict[str, Any], sentence: str) -> None:
 # Load, and those who leave
 
 
-def test_full(server: Running, held: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full(server: Running, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = server.service.settings
     monkeypatch.setattr(server.service, "settings", ServeSettings(**vars(settings) | {"places": 2}))
     with ThreadPoolExecutor(2) as pool:
@@ -473,7 +479,7 @@ def test_full(server: Running, held: threading.Event, monkeypatch: pytest.Monkey
         response = server.match(photo(0), photo(1))
         refused(response, 503, "it would take longer than the 120 seconds allowed: try again later")
         assert response.headers["retry-after"] == "60"
-        held.set()
+        held.go.set()
         assert all(future.result().status_code == 200 for future in taken)
     assert server.match(photo(0), photo(1)).status_code == 200
 
@@ -491,18 +497,18 @@ def form(*images: bytes) -> bytes:
     return b"".join(head % n + image + b"\r\n" for n, image in enumerate(images)) + b"--y--\r\n"
 
 
-def test_a_client_that_goes_away_frees_its_place(server: Running, held: threading.Event) -> None:
+def test_a_client_that_goes_away_frees_its_place(server: Running, held: Held) -> None:
     service = server.service
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(server.match, photo(0), photo(1))
-        wait_for(lambda: service.taken == 1)
+        wait_for(held.busy.is_set)
         batches = service.metrics.batches._sum.get
         leaving = connect(server, form(photo(2), photo(3)))
         wait_for(lambda: service.model.waiting() == 1)
         leaving.close()
         wait_for(lambda: service.taken == 1)
         done = batches()
-        held.set()
+        held.go.set()
         assert first.result().status_code == 200
     wait_for(lambda: service.model.waiting() == 0)
     assert server.match(photo(0), photo(1)).status_code == 200
@@ -517,15 +523,15 @@ def test_a_truncated_upload_frees_its_place(server: Running) -> None:
     wait_for(lambda: server.service.taken == 0)
 
 
-def test_time_is_limited(server: Running, held: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_is_limited(server: Running, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = server.service.settings
-    monkeypatch.setattr(server.service, "settings", ServeSettings(**vars(settings) | {"timeout": 0.3}))
-    refused(server.match(photo(0), photo(1)), 504, "longer than the 0.3 seconds allowed")
+    monkeypatch.setattr(server.service, "settings", ServeSettings(**vars(settings) | {"timeout": 0.5}))
+    refused(server.match(photo(0), photo(1)), 504, "longer than the 0.5 seconds allowed")
     connection = connect(server, b"--y\r\n", 1000)
     answer = b""
     while b"}" not in answer:
         answer += connection.recv(4096)
-    assert b"408" in answer.split(b"\r\n")[0] and b"did not arrive within 0.3 seconds" in answer
+    assert b"408" in answer.split(b"\r\n")[0] and b"did not arrive within 0.5 seconds" in answer
     connection.close()
     assert server.service.taken == 0
 
