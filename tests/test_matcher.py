@@ -331,6 +331,19 @@ def test_only_weak_pairs_are_turned(
     assert len(calls) == tries
 
 
+def test_a_precision_that_a_cpu_is_slow_in_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    for has, told in ((True, 0), (False, 1)):
+        for name in ("avx512_bf16", "amx_tile"):
+            monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda has=has: has, raising=False)
+        caplog.clear()
+        for precision in ("auto", "fp32", "bf16"):
+            matcher_module.find_dtype(precision, torch.device("cpu"))
+        assert len(caplog.records) == told
+
+
 def test_black_images_and_strangers_are_no_error(matcher: Matcher) -> None:
     strict = Matcher(config=TINY, device="cpu", threshold=0.5)
     black = np.zeros((64, 64), np.uint8)

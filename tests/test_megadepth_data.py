@@ -2,7 +2,9 @@
 
 import logging
 import shutil
+import struct
 import sys
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -196,3 +198,21 @@ def test_images_as_stored_are_used_whatever_exif_says(root):
     exif[0x0112] = 6
     Image.fromarray(gray).save(root / "turned.jpg", exif=exif)
     assert read_gray(root / "turned.jpg").shape == (HEIGHT, WIDTH)
+
+
+def test_an_image_that_claims_too_many_pixels_is_told(tmp_path: Path) -> None:
+    from prism_match.frames import read_gray
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 60000, 60000, 8, 0, 0, 0, 0)
+    bomb = (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b"0"))
+        + chunk(b"IEND", b"")
+    )
+    (tmp_path / "bomb.png").write_bytes(bomb)
+    with pytest.raises(UserError, match="bomb.png"):
+        read_gray(tmp_path / "bomb.png")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import numbers
 import os
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +30,8 @@ from prism_match.weights import build_model, load_subpixel, weights_info
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+log = logging.getLogger(__name__)
 
 MaskLike: TypeAlias = "ImageLike | None"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -453,7 +457,17 @@ def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     if precision not in DTYPES:
         raise UserError(f"precision must be auto, fp32, bf16 or fp16, not {precision!r}")
+    if device.type == "cpu" and not has_instructions(precision):
+        log.warning("this CPU has no instructions for %s: fp32 is several times as fast here", precision)
     return DTYPES[precision]
+
+
+def has_instructions(precision: Precision) -> bool:
+    """Whether a CPU computes in this precision itself; True where that cannot be told."""
+    if precision != "bf16" or platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    known = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
+    return any(ask is None or ask() for ask in known)
 
 
 def match(image0: ImageLike, image1: ImageLike, **options: Any) -> Matches:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,13 +14,23 @@ except ImportError:  # no Triton here, which is so on every machine without a GP
     triton_kernels = None  # type: ignore[assignment]
 
 
+def is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
+
+
 def has_kernels(x: Tensor) -> bool:
     return x.is_cuda and triton_kernels is not None
 
 
+@lru_cache
+def has_flash(device: torch.device) -> bool:
+    """Whether FlashAttention runs there: NVIDIA's GPUs since Ampere."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def rotate(x: Tensor, centres: Tensor, rows: Tensor, b: Tensor) -> Tensor:
     """`RotaryEncoding` of x (k heads d) at centres[rows] (n 2 and k), of frequencies b (heads d/2 2)."""
-    if has_kernels(x):
+    if has_kernels(x) and is_power_of_two(x.shape[-1]):
         return triton_kernels.rotate(x, centres, rows, b)
     at = centres[rows]
     theta = b[..., 0] * at[:, None, None, 0] + b[..., 1] * at[:, None, None, 1]
@@ -48,7 +60,12 @@ def attend_segments(
     the segments begin, and the end, int32; lengths: theirs. No key at all gives zeros."""
     if query.shape[0] == 0 or key.shape[0] == 0:
         return torch.zeros_like(query)
-    if query.is_cuda and query.dtype != torch.float32:
+    if (
+        query.is_cuda
+        and query.dtype != torch.float32
+        and query.shape[-1] in range(8, 257, 8)
+        and has_flash(query.device)
+    ):
         return torch.ops.aten._flash_attention_forward(
             query, key, value, starts, key_starts, max(lengths), max(key_lengths), 0.0, False, False
         )[0]

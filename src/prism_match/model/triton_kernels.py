@@ -37,8 +37,10 @@ def _rotate(
 def rotate(x: Tensor, centres: Tensor, rows: Tensor, b: Tensor) -> Tensor:
     n, heads, dim = x.shape
     out = torch.empty((n, heads, dim), dtype=x.dtype, device=x.device)
-    if n:
-        block = 16
+    if n == 0:
+        return out
+    block = 16
+    with torch.cuda.device(x.device):  # a kernel runs on the current one, wherever its tensors are
         _rotate[(triton.cdiv(n, block),)](
             x, centres, rows, b, out, x.stride(0), n, HEADS=heads, HALF=dim // 2, BLOCK=block
         )
@@ -78,10 +80,11 @@ def add_upsampled(x: Tensor, low: Tensor) -> Tensor:
     x, low = (t.contiguous(memory_format=torch.channels_last) for t in (x, low))
     count, channels, height, width = x.shape
     out = torch.empty_like(x)
-    _add_upsampled[(height * width, count)](
-        x, low, out, height, width, *low.shape[2:],
-        C=channels, BLOCK=triton.next_power_of_2(channels), num_warps=1,
-    )  # fmt: skip
+    with torch.cuda.device(x.device):
+        _add_upsampled[(height * width, count)](
+            x, low, out, height, width, *low.shape[2:],
+            C=channels, BLOCK=triton.next_power_of_2(channels), num_warps=1,
+        )  # fmt: skip
     return out
 
 
@@ -129,7 +132,9 @@ def windows(
 ) -> Tensor:
     n, side = len(points), 2 * radius + 1
     out = torch.empty((n, side, side), device=points.device)
-    if n:
+    if n == 0:
+        return out
+    with torch.cuda.device(points.device):
         _windows[(n,)](
             flat, table, points.contiguous(), to_image.contiguous(), level, out, unit,
             RADIUS=radius, SIDE=side, BLOCK=triton.next_power_of_2(side * side),
