@@ -42,11 +42,12 @@ def arrow(*points: tuple[float, float]) -> None:
 
 def layers() -> dict[str, float]:
     """Their tops, by name."""
-    half = (FULL - GAP) / 2
     rows = [
-        [("cli", ["match, demo, eval, bench, train, data, sfm, localize, export, convert, info"], "#f2f2f2")],
-        [("evaluation", ["benchmarks, metrics, scores, reports"], "#e6e0f0"),
-         ("export", ["COLMAP, hloc, transforms.json"], "#e6e0f0")],
+        [("cli", ["match, demo, eval, bench, train, data, sfm, localize, export, serve, convert, info"],
+          "#f2f2f2")],
+        [("evaluation", ["benchmarks, scores, reports"], "#e6e0f0"),
+         ("export", ["COLMAP, hloc, NeRF"], "#e6e0f0"),
+         ("serve", ["the HTTP API"], "#e6e0f0")],
         [("maps", ["retrieval, tracks, reconstruction,", "localization, PnP, the COLMAP worker"], "#d9e6f5"),
          ("training", ["data, supervision, losses,", "trainer, checkpoints"], "#d9e6f5")],
         [("engine", ["Engine, Matcher: pairs in, matches out; decodes ahead, batches, keeps features",
@@ -59,9 +60,9 @@ def layers() -> dict[str, float]:
     tops, y = {}, 46.0
     for row in rows:
         height = max(36 + (19 * len(lines) if lines else 0) for _, lines, _ in row) + 4
-        width = FULL if len(row) == 1 else half
+        width = (FULL - GAP * (len(row) - 1)) / len(row)
         for n, (title, lines, fill) in enumerate(row):
-            box(LEFT + n * (half + GAP), y, width, height, fill, title, lines, LINE)
+            box(LEFT + n * (width + GAP), y, width, height, fill, title, lines, LINE)
             tops[title] = y
         y += height + GAP + 10
     return tops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import numbers
 import os
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from prism_match.polish import local_affine
 from prism_match.stages import stage
 from prism_match.subpixel import LEVELS, Pyramid, halvings, settle
 from prism_match.weights import build_model, load_subpixel, weights_info
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +76,7 @@ class PairMatcher:
         has next to no matches. Matches are in pixels of the images as they are given, always.
         polish: whether the model's matches are made exact by a small network that compares both images, as
         large as they are given, around each of them (`subpixel.py`); False: the paper's refinement alone."""
-        check_size(size)
-        if threshold is not None and not 0 <= threshold < 1:
-            raise UserError(f"threshold must be at least 0 and below 1, not {threshold}")
-        if max_matches is not None and max_matches < 1:
-            raise UserError(f"max_matches must be at least 1, not {max_matches}")
-        if rotate not in get_args(Rotate):
-            raise UserError(f"rotate must be one of {', '.join(get_args(Rotate))}, not {rotate!r}")
+        check_options(size, threshold, max_matches, rotate)
         self.rotate, self.polish = rotate, polish
         self.device = find_device(device)
         self.dtype = find_dtype(precision, self.device)
@@ -105,6 +103,17 @@ class PairMatcher:
                 self.prepare(x, keep=True).masked(mask) for x, mask in ((image0, mask0), (image1, mask1))
             ]
         return self._match_batch([tuple(self.extract_prepared(images))], details)[0]  # type: ignore[list-item]
+
+    def adjusted(self, **options: Any) -> Self:
+        """Another one of the same model, of which nothing is loaded or copied. options: those of `size`,
+        `threshold`, `max_matches`, `rotate` and `polish` that differ."""
+        other = copy.copy(self)
+        for name, value in options.items():
+            if name not in ("size", "threshold", "max_matches", "rotate", "polish"):
+                raise TypeError(f"{name} cannot be adjusted")
+            setattr(other, name, value)
+        check_options(other.size, other.threshold, other.max_matches, other.rotate)
+        return other
 
     def extract(self, images: Sequence[ImageLike], *, size: int | None = None) -> list[ImageFeatures]:
         """What the backbone sees in each image, to be matched any number of times.
@@ -411,6 +420,16 @@ def stack(features: list[Features]) -> Features:
 def is_inside(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """n, bool: on the area of a pixel of the image."""
     return np.all((points >= -0.5) & (points <= np.array(size) - 0.5), axis=1)
+
+
+def check_options(size: int, threshold: float | None, max_matches: int | None, rotate: str) -> None:
+    check_size(size)
+    if threshold is not None and not 0 <= threshold < 1:
+        raise UserError(f"threshold must be at least 0 and below 1, not {threshold}")
+    if max_matches is not None and max_matches < 1:
+        raise UserError(f"max_matches must be at least 1, not {max_matches}")
+    if rotate not in get_args(Rotate):
+        raise UserError(f"rotate must be one of {', '.join(get_args(Rotate))}, not {rotate!r}")
 
 
 def check_size(size: Any) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import cv2
 import numpy as np
@@ -269,9 +269,14 @@ def _from_arrays(arrays: Mapping[str, Any]) -> Matches:
 
 
 def _save_npz(path: Path, m: Matches) -> None:
-    arrays: dict[str, Any] = _to_arrays(m)
     with path.open("wb") as file:  # NumPy would add to a name that ends in .NPZ
-        np.savez_compressed(file, **arrays)
+        write_npz(file, m)
+
+
+def write_npz(file: IO[bytes], m: Matches, **more: np.ndarray) -> None:
+    """As `Matches.load` reads it once it is a file. more: arrays beside them, which that leaves alone."""
+    arrays: dict[str, Any] = _to_arrays(m) | more
+    np.savez_compressed(file, **arrays)
 
 
 def _load_npz(path: Path) -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""`prism serve`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Optional
+
+import typer
+
+from prism_match.cli.options import (
+    ConfigOption,
+    DeviceOption,
+    PolishOption,
+    PrecisionOption,
+    RotateOption,
+    SizeOption,
+    ThresholdOption,
+    WeightsOption,
+    make_matcher,
+)
+
+
+def serve(
+    host: Annotated[str, typer.Option(help="Where to listen; others than this machine need a token.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8000,
+    token: Annotated[
+        Optional[str],
+        typer.Option(envvar="PRISM_TOKEN", help="That clients have to send as a bearer token."),
+    ] = None,
+    places: Annotated[int, typer.Option(help="Requests at a time, waiting ones included.")] = 32,
+    batch: Annotated[
+        Optional[int],
+        typer.Option(help="Waiting requests matched at once, at most [8 on a GPU, 1 on a CPU]."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for a request.")] = 120.0,
+    max_mib: Annotated[float, typer.Option(help="MiB of a request.")] = 32.0,
+    max_megapixels: Annotated[float, typer.Option(help="Megapixels of an image.")] = 50.0,
+    max_size: Annotated[int, typer.Option(help="Largest size that a request may ask for.")] = 1600,
+    features_mib: Annotated[float, typer.Option(help="MiB of features kept on request.")] = 1024.0,
+    features_seconds: Annotated[float, typer.Option(help="Seconds that they are kept for.")] = 600.0,
+    size: SizeOption = None,
+    threshold: ThresholdOption = None,
+    rotate: RotateOption = "auto",
+    polish: PolishOption = True,
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = "auto",
+    weights: WeightsOption = None,
+    model_config: ConfigOption = None,
+) -> None:
+    """Match photos for others, over HTTP.
+
+    The address /docs lists what can be asked for. It ends by Ctrl+C or SIGTERM, once what has begun is done.
+
+    \b
+    Examples:
+      prism serve
+      curl -F image0=@a.jpg -F image1=@b.jpg http://127.0.0.1:8000/v1/match
+      PRISM_TOKEN=secret prism serve --host 0.0.0.0 --port 80 --device cuda
+    """
+    from prism_match.serve import ServeSettings, check_installed, serve
+
+    # Before the model is loaded: what is wrong should not take seconds to be told.
+    check_installed()
+    settings = ServeSettings(
+        host, port, token or None, places, batch, timeout, max_mib, max_megapixels, max_size,
+        features_mib, features_seconds,
+    )  # fmt: skip
+    matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate, polish)
+    serve(matcher, settings)

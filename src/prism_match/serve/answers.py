@@ -1,0 +1,112 @@
+"""Matches as JSON, as an npz or as a picture, whichever the client wants."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from prism_match import viz
+from prism_match.geometry import Estimate
+from prism_match.images import encode_png, resize
+from prism_match.matches import Matches, write_npz
+from prism_match.serve.refusal import Refused
+
+JSON, NPZ, PNG = "application/json", "application/x-npz", "image/png"
+KINDS = (JSON, NPZ, PNG)  # the first where the client does not care
+PICTURE = 800  # pixels, the longer side of each image in a picture
+
+
+def chosen(accept: str | None) -> str:
+    """The kind that an Accept header likes best."""
+    if not accept or not accept.strip():
+        return JSON
+    entries = [entry(part) for part in accept.split(",")]
+    ranks = {}
+    for kind in KINDS:
+        names = {kind: 2, kind.partition("/")[0] + "/*": 1, "*/*": 0}
+        # Of the entries that a kind falls under, the most exact one counts.
+        exactness, quality = max(((names[n], q) for n, q in entries if n in names), default=(0, 0.0))
+        ranks[kind] = quality, exactness
+    best = max(KINDS, key=lambda kind: ranks[kind])
+    if ranks[best][0] <= 0:
+        raise Refused(
+            406, f"answers are {', '.join(KINDS[:-1])} or {KINDS[-1]}; Accept asks for none of them"
+        )
+    return best
+
+
+def entry(part: str) -> tuple[str, float]:
+    """Of an Accept header: a media type and its q."""
+    name, *parameters = (x.strip().lower() for x in part.split(";"))
+    for parameter in parameters:
+        if parameter.startswith("q="):
+            try:
+                return name, float(parameter[2:])
+            except ValueError:
+                return name, 0.0
+    return name, 1.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    matches: Matches
+    estimate: Estimate | None
+    seconds: dict[str, float]
+    together: int
+    thumbnails: tuple[np.ndarray | None, np.ndarray | None]
+
+    def encode(self, kind: str) -> bytes:
+        return {JSON: self._json, NPZ: self._npz, PNG: self._png}[kind]()
+
+    def _json(self) -> bytes:
+        m, fit = self.matches, self.estimate
+        values: dict[str, Any] = {
+            "keypoints0": m.keypoints0.tolist(),
+            "keypoints1": m.keypoints1.tolist(),
+            "scores": m.scores.tolist(),
+            "size0": list(m.size0),
+            "size1": list(m.size1),
+            "time": {k: round(v, 6) for k, v in self.seconds.items()},
+            "batch": self.together,
+        }
+        if fit is not None:
+            matrix = None if fit.matrix is None else fit.matrix.tolist()
+            values["geometry"] = {"model": fit.model, "matrix": matrix, "inliers": fit.inliers.tolist()}
+        if m.details is not None:
+            keep = {"keep0": m.details.keep0, "keep1": m.details.keep1}
+            values["details"] = {k: v.astype(int).tolist() for k, v in keep.items()}
+        return json.dumps(values, separators=(",", ":")).encode()
+
+    def _npz(self) -> bytes:
+        more: dict[str, np.ndarray] = {}
+        if self.estimate is not None:
+            more["inliers"] = self.estimate.inliers
+            if self.estimate.matrix is not None:
+                more["matrix"] = self.estimate.matrix
+        file = io.BytesIO()
+        write_npz(file, self.matches, **more)
+        return file.getvalue()
+
+    def _png(self) -> bytes:
+        m, (first, second) = self.matches, self.thumbnails
+        assert first is not None and second is not None
+        title = f"{len(m)} matches" + (f", {self.estimate.num_inliers} inliers" if self.estimate else "")
+        at0, at1 = to_thumbnail(m.keypoints0, m.size0, first), to_thumbnail(m.keypoints1, m.size1, second)
+        picture = viz.draw_matches(first, second, at0, at1, m.scores, title=title, longer_side=PICTURE)
+        return encode_png(picture)
+
+
+def thumbnail(rgb: np.ndarray) -> np.ndarray:
+    """h w 3: as large as a picture needs it."""
+    height, width = rgb.shape[:2]
+    scale = min(PICTURE / max(width, height), 1.0)
+    return resize(rgb, max(1, round(width * scale)), max(1, round(height * scale))).copy()
+
+
+def to_thumbnail(points: np.ndarray, size: tuple[int, int], small: np.ndarray) -> np.ndarray:
+    scale = np.array(small.shape[1::-1]) / np.array(size)
+    return (points + 0.5) * scale - 0.5

@@ -1,0 +1,174 @@
+"""The model has a thread of its own. What waits while it is busy is matched together when it is free."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from prism_match.config import Rotate
+from prism_match.errors import UserError
+from prism_match.matcher import ImageFeatures, PairMatcher, Prepared, group_by
+from prism_match.matches import Matches
+from prism_match.serve.refusal import Refused, complain
+
+WARM_UP = 128  # pixels a side
+Images: TypeAlias = "tuple[Prepared | ImageFeatures, ...]"
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a pair is matched; those that are matched at once have it in common."""
+
+    threshold: float | None
+    rotate: Rotate
+    polish: bool
+    details: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    result: Any  # the Matches of two images, the ImageFeatures of one
+    waited: float  # seconds
+    took: float
+    together: int  # with how many it shared the model, itself included
+
+
+@dataclass(frozen=True)
+class Job:
+    images: Images
+    manner: Manner
+    future: Future[Done] = field(default_factory=Future)
+    arrived: float = field(default_factory=time.perf_counter)
+
+
+class ModelThread:
+    """One model on one device. `submit` gives a future; cancelled before its turn, it costs nothing."""
+
+    def __init__(self, matcher: PairMatcher, batch: int, observe: Callable[[int, float], None] | None = None):
+        """observe: is told of each batch how many jobs it had and how many seconds it took."""
+        self.matcher, self.batch, self.observe = matcher, batch, observe
+        self.ready = False
+        self.pace = 0.0  # seconds a job, lately
+        self._jobs: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="prism-model", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Once all that was submitted is done."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def submit(self, images: Images, manner: Manner) -> Future[Done]:
+        job = Job(images, manner)
+        with self._changed:
+            if self._stopping:
+                raise Refused(503, "the server is shutting down", Retry_After="5")
+            self._jobs.append(job)
+            self._changed.notify()
+        return job.future
+
+    def waiting(self) -> int:
+        return len(self._jobs)
+
+    def _run(self) -> None:
+        try:
+            self._warm_up()
+            self._loop()
+        finally:
+            self.ready = False
+
+    def _loop(self) -> None:
+        while jobs := self._next():
+            start = time.perf_counter()
+            for group in group_by(jobs, lambda job: job.manner):
+                self._answer(group, start)
+            seconds = time.perf_counter() - start
+            self.pace = 0.8 * self.pace + 0.2 * seconds / len(jobs) if self.pace else seconds / len(jobs)
+            if self.observe is not None:
+                self.observe(len(jobs), seconds)
+            del jobs, group  # photos and features, while nobody needs them
+
+    def _warm_up(self) -> None:
+        """The first match of a process takes longer."""
+        try:
+            noise = np.random.default_rng(0).random((2, WARM_UP, WARM_UP), dtype=np.float32)
+            self.matcher.match(noise[0], noise[1])
+        except Exception as error:
+            complain("the model failed to warm up", error)
+        self.ready = True
+
+    def _next(self) -> list[Job]:
+        """At least one, that somebody still waits for; none: it is time to stop."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._stopping)
+                if not self._jobs:
+                    return []
+                jobs: list[Job] = []
+                while self._jobs and len(jobs) < self.batch:
+                    job = self._jobs.popleft()
+                    if job.future.set_running_or_notify_cancel():
+                        jobs.append(job)
+            if jobs:
+                return jobs
+
+    def _answer(self, jobs: Sequence[Job], start: float) -> None:
+        """Every future gets its result or its error."""
+        try:
+            results = self._work(jobs)
+        except Exception as error:
+            if len(jobs) > 1:  # one of them is to blame; or less memory at a time will do
+                free_memory()
+                for job in jobs:
+                    self._answer([job], start)
+                return
+            jobs[0].future.set_exception(refusal(error))
+            return
+        took = time.perf_counter() - start
+        for job, result in zip(jobs, results, strict=True):
+            job.future.set_result(Done(result, start - job.arrived, took, len(jobs)))
+
+    def _work(self, jobs: Sequence[Job]) -> list[Matches | ImageFeatures]:
+        options = asdict(jobs[0].manner)
+        details = options.pop("details")
+        matcher = self.matcher.adjusted(**options)
+        fresh = [image for job in jobs for image in job.images if isinstance(image, Prepared)]
+        seen = iter(matcher.extract_prepared(fresh))
+        known = [
+            tuple(next(seen) if isinstance(image, Prepared) else image for image in job.images)
+            for job in jobs
+        ]
+        pairs = [(images[0], images[1]) for images in known if len(images) == 2]
+        found = iter(matcher.match_extracted(pairs, details=details))
+        return [next(found) if len(images) == 2 else images[0] for images in known]
+
+
+def refusal(error: Exception) -> Exception:
+    """What the client is told of an error of the model."""
+    if isinstance(error, UserError):
+        return Refused(422, str(error))
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        free_memory()
+        return Refused(503, "not enough memory for this pair: ask for a smaller size", Retry_After="10")
+    complain("matching failed", error)
+    return Refused(500, "the matcher failed on this pair")
+
+
+def free_memory() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
