@@ -51,10 +51,10 @@ def layers() -> dict[str, float]:
         [("maps", ["retrieval, tracks, reconstruction,", "localization, PnP, the COLMAP worker"], "#d9e6f5"),
          ("training", ["data, supervision, losses,", "trainer, checkpoints"], "#d9e6f5")],
         [("engine", ["Engine, Matcher: pairs in, matches out; decodes ahead, batches, keeps features",
-                     "Prism, Sift, Plugin  /  FeatureCache  /  MatchStore  /  Lock"], "#dcebdc")],
-        [("one pair of photos", ["images, matches, geometry, cameras, polish, matcher, weights, viz,",
-                                 "files, frames, colmap_model"], "#fdf0d5")],
-        [("model", ["PRISM: backbone, MPMs, pruning, match prediction, refinement"], "#f8dcd4")],
+                     "Prism, Sift, Plugin  /  FeatureCache  /  MatchStore"], "#dcebdc")],
+        [("one pair of photos", ["images, matches, geometry, cameras, polish, subpixel, matcher, weights,",
+                                 "viz, files, frames, colmap_model"], "#fdf0d5")],
+        [("model", ["PRISM: backbone, MPMs, pruning, match prediction, refinement; the same arranged for speed"], "#f8dcd4")],
         [("config, errors, stages", [], "#f2f2f2")],
     ]  # fmt: skip
     tops, y = {}, 46.0
