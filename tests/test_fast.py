@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -161,6 +162,20 @@ def test_tables_of_sizes_are_kept_within_a_limit(monkeypatch: pytest.MonkeyPatch
         assert fast.layout(*features) is fast.layout(*features)
         assert sum(x.cells for x in fast.layouts.values()) <= 400 or len(fast.layouts) == 1
         assert n != 4 or len(fast.layouts) == 4
+
+
+def test_threads_may_share_a_model() -> None:
+    fast = FastPRISM(random_model(TINY), torch.float32)
+    pairs = [images((40, 32 + 8 * n), (40, 56)) for n in range(6)]
+
+    @torch.inference_mode()
+    def match(pair: list[Tensor]) -> Tensor:
+        return fast.match(*(fast.extract(x) for x in pair)).keypoints1
+
+    alone = [match(pair) for pair in pairs]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(match, pairs * 4))
+    assert all(torch.equal(x, alone[n % len(pairs)]) for n, x in enumerate(together))
 
 
 # ---- what it costs: counted, so that nobody brings it back

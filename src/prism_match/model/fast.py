@@ -15,6 +15,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -86,6 +87,7 @@ class FastPRISM:
         self.mpms = [FastMPM(mpm, dtype) for mpm in model.mpms]  # type: ignore[arg-type]
         self.refinement = FastRefinement(model.refinement, dtype)
         self.layouts: OrderedDict[tuple, Layout] = OrderedDict()
+        self.lock = Lock()
 
     def extract(self, image: Tensor) -> Features:
         """image: b 1|3 h w in [0, 1], any size, without padding."""
@@ -159,12 +161,14 @@ class FastPRISM:
         """From those seen before where possible."""
         shapes = (tuple(a.valid.shape), tuple(b.valid.shape))
         key = (*shapes, a.valid.device)
-        if key not in self.layouts:
-            self.layouts[key] = Layout.of(*shapes, self.config.levels, a.valid.device)  # type: ignore[arg-type]
+        with self.lock:  # several threads may match at once
+            layout = self.layouts.pop(key, None)
+            if layout is None:
+                layout = Layout.of(*shapes, self.config.levels, a.valid.device)  # type: ignore[arg-type]
+            self.layouts[key] = layout
             while len(self.layouts) > 1 and sum(x.cells for x in self.layouts.values()) > LAYOUT_CELLS:
                 self.layouts.popitem(last=False)
-        self.layouts.move_to_end(key)
-        return self.layouts[key]
+        return layout
 
 
 Shape = tuple[int, int, int]  # images, rows and columns of their maps
