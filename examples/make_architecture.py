@@ -54,7 +54,8 @@ def layers() -> dict[str, float]:
                      "Prism, Sift, Plugin  /  FeatureCache  /  MatchStore"], "#dcebdc")],
         [("one pair of photos", ["images, matches, geometry, cameras, polish, subpixel, matcher, weights,",
                                  "viz, files, frames, colmap_model"], "#fdf0d5")],
-        [("model", ["PRISM: backbone, MPMs, pruning, match prediction, refinement; the same arranged for speed"], "#f8dcd4")],
+        [("model", ["PRISM: backbone, MPMs, pruning, match prediction, refinement; the same arranged for "
+                    "speed"], "#f8dcd4")],
         [("config, errors, stages", [], "#f2f2f2")],
     ]  # fmt: skip
     tops, y = {}, 46.0
