@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prism_match.model.prism import PairMatches
+
 
 def rotation(theta: Tensor) -> Tensor:
     """The block-diagonal matrix R of the appendix, for d/2 angles; channel k is paired with k + d/2."""
@@ -145,3 +147,12 @@ def mutual(p: Tensor, theta_c: float) -> list[tuple[int, int]]:
         for j in range(p.shape[1])
         if p[i, j] > theta_c and p[i, j] == p[i].max() and p[i, j] == p[:, j].max()
     ]
+
+
+def partner_distances(expected: PairMatches, found: PairMatches) -> Tensor:
+    """How far apart the partners of the cells are that both have matched."""
+    first, second = (
+        {tuple(p): q for p, q in zip(m.keypoints0.tolist(), m.keypoints1, strict=True)}
+        for m in (expected, found)
+    )
+    return torch.stack([(first[p] - second[p]).norm() for p in first.keys() & second.keys()])

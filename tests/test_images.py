@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
 import PIL.Image
 import pytest
 import torch
+from hostile_files import png_claiming
 
 from prism_match.errors import UserError
 from prism_match.images import (
@@ -102,16 +101,6 @@ def broken_files(folder: Path) -> dict[str, tuple[Path, str]]:
     good = folder / "good.jpg"
     PIL.Image.fromarray(RNG.integers(0, 256, (200, 200, 3), dtype=np.uint8)).save(good)
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    bomb = (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(b"0"))
-        + chunk(b"IEND", b"")
-    )
     small = folder / "small.png"
     PIL.Image.fromarray(RGB[:1, :1]).save(small)
     nan = folder / "nan.tif"
@@ -122,7 +111,7 @@ def broken_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "text": (write("text.jpg", b"this is no picture"), "not an image"),
         "truncated": (write("cut.jpg", good.read_bytes()[:3000]), "damaged"),
         "empty": (write("empty.jpg", b""), "empty"),
-        "bomb": (write("bomb.png", bomb), "too many pixels"),
+        "bomb": (write("bomb.png", png_claiming(60_000, 60_000)), "too many pixels"),
         "1x1": (small, "too small (1x1)"),
         "nan": (nan, "NaN"),
     }

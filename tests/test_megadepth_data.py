@@ -2,9 +2,7 @@
 
 import logging
 import shutil
-import struct
 import sys
-import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from hostile_files import png_claiming
 from synthetic_scene import HEIGHT, WIDTH, K, make_scene
 
 from prism_match.cli.data import preview
@@ -203,16 +202,9 @@ def test_images_as_stored_are_used_whatever_exif_says(root):
 def test_an_image_that_claims_too_many_pixels_is_told(tmp_path: Path) -> None:
     from prism_match.frames import read_gray
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", 60000, 60000, 8, 0, 0, 0, 0)
-    bomb = (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(b"0"))
-        + chunk(b"IEND", b"")
-    )
+    bomb = png_claiming(60_000, 60_000)
+    with pytest.raises(cv2.error):
+        cv2.imdecode(np.frombuffer(bomb, np.uint8), cv2.IMREAD_GRAYSCALE)
     (tmp_path / "bomb.png").write_bytes(bomb)
     with pytest.raises(UserError, match="bomb.png"):
         read_gray(tmp_path / "bomb.png")

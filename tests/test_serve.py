@@ -10,12 +10,10 @@ import re
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +25,7 @@ import numpy as np
 import PIL.Image
 import pytest
 from conftest import ASSETS
+from hostile_files import png_claiming
 from test_docs import ROOT, blocks
 
 from prism_match import Matcher, Matches, UserError, cli
@@ -262,14 +261,6 @@ def test_one_that_fails_does_not_take_the_others_along(
 # Mistakes
 
 
-def bomb(width: int, height: int) -> bytes:
-    """A PNG that says it is large, and is not there."""
-    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    data = b"IDAT" + zlib.compress(bytes(1000))
-    chunks = [struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in (head, data)]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
-
-
 @pytest.mark.parametrize(
     ("image1", "options", "status", "sentence"),
     [
@@ -278,8 +269,8 @@ def bomb(width: int, height: int) -> bytes:
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n", {}, 415, "not an image"),
         (photo()[:3000], {}, 415, "image1: damaged image"),
         (photo()[:20], {}, 415, "image1"),
-        (bomb(1200, 1200), {}, 413, "image1: 1200x1200 is 1.4 megapixels; at most 1 are allowed"),
-        (bomb(60_000, 60_000), {}, 413, "image1: more than the 1 megapixels"),
+        (png_claiming(1200, 1200), {}, 413, "image1: 1200x1200 is 1.4 megapixels; at most 1 are allowed"),
+        (png_claiming(60_000, 60_000), {}, 413, "image1: more than the 1 megapixels"),
         (photo(0, 20, 64), {}, 422, "image1: too small \\(20x64\\)"),
         (bytes(1_200_000), {}, 413, "the request is too large: at most 1 MiB"),
         (None, {}, 422, "image1 or key1 is missing"),

@@ -124,13 +124,17 @@ class PairMatcher:
     def extract_prepared(self, prepared: Sequence[Prepared]) -> list[ImageFeatures]:
         results: dict[int, ImageFeatures] = {}
         for group in group_by(list(enumerate(prepared)), lambda x: x[1].gray.shape):
-            at_once = max(1, EXTRACTED_AT_ONCE // group[0][1].gray.size) if self.device.type == "cuda" else 1
+            at_once = self.images_at_once(group[0][1].gray.size)
             for start in range(0, len(group), at_once):
                 some = group[start : start + at_once]
                 features = self._extract([p for _, p in some])
                 for (n, p), f in zip(some, features, strict=True):
                     results[n] = ImageFeatures(p, f, p.pyramid(self.device) if self.polish else None)
         return [results[n] for n in range(len(prepared))]
+
+    def images_at_once(self, pixels: int) -> int:
+        """How many images of so many pixels the backbone sees together."""
+        return max(1, EXTRACTED_AT_ONCE // pixels) if self.device.type == "cuda" else 1
 
     def match_extracted(
         self, pairs: Sequence[tuple[ImageFeatures, ImageFeatures]], *, details: bool = False

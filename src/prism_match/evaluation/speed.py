@@ -28,7 +28,7 @@ from prism_match.evaluation.peers import UNTRAINED, Peer, first_line, open_peers
 from prism_match.evaluation.report import Report, Table
 from prism_match.files import atomic_path
 from prism_match.images import load_image, resize
-from prism_match.matcher import find_device
+from prism_match.matcher import DTYPES, find_device
 from prism_match.model.prism import Features
 from prism_match.stages import STAGES, Stopwatch
 
@@ -186,7 +186,7 @@ def ours_alone(matcher: Matcher, images: Sequence[np.ndarray]) -> Contender:
     model = matcher.model
 
     def run() -> Tensor:
-        if image0.shape == image1.shape:  # in one batch, as the matcher does it and as most peers do
+        if image0.shape == image1.shape and matcher.images_at_once(image0.numel()) > 1:
             both = model.extract(torch.cat([image0, image1]))
             a, b = (Features(*(x[n : n + 1] for x in vars(both).values())) for n in range(2))
         else:
@@ -374,7 +374,7 @@ def version() -> str:
 
 
 def precision_name(matcher: Matcher) -> str:
-    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[str(matcher.dtype).split(".")[1]]
+    return next(name for name, dtype in DTYPES.items() if dtype == matcher.dtype)
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

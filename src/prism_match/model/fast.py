@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -28,9 +28,10 @@ from prism_match.config import ModelConfig
 from prism_match.model.ablations import absolute_encoding
 from prism_match.model.attention import SADPA
 from prism_match.model.backbone import ConvNorm, ResidualBlock, ResNetFPN, Smooth
-from prism_match.model.kernels import add_upsampled, attend_segments, attend_windows, convolve, rotate
+from prism_match.model.kernels import attend_segments, attend_windows, convolve, rotate
 from prism_match.model.matching import away_from_border, mutual_matches
 from prism_match.model.mpm import MPM, LayerState
+from prism_match.model.position import cell_grid, frame_scale
 from prism_match.model.prism import (
     ATTENTION_KERNELS,
     CELL,
@@ -42,7 +43,7 @@ from prism_match.model.prism import (
     cell_centre,
     to_gray,
 )
-from prism_match.model.pruning import PatchPruning
+from prism_match.model.pruning import remaining
 from prism_match.model.refinement import FINE_PER_CELL, Refinement, expectation
 from prism_match.model.tokens import map_extent
 from prism_match.stages import stage
@@ -83,7 +84,7 @@ class FastPRISM:
 
     def __init__(self, model: PRISM, dtype: torch.dtype):
         self.config, self.dtype = model.config, dtype
-        self.backbone = FastBackbone(model.backbone, dtype)
+        self.backbone = fused(model.backbone, dtype)
         self.mpms = [FastMPM(mpm, dtype) for mpm in model.mpms]  # type: ignore[arg-type]
         self.refinement = FastRefinement(model.refinement, dtype)
         self.layouts: OrderedDict[tuple, Layout] = OrderedDict()
@@ -112,8 +113,7 @@ class FastPRISM:
         theta_c: float | None = None,
     ) -> PairMatches:
         """As `PRISM.match`; only the features of the last layer are kept."""
-        mask0 = a.valid if keep0 is None else a.valid & keep0
-        mask1 = b.valid if keep1 is None else b.valid & keep1
+        mask0, mask1 = a.looked_at(keep0), b.looked_at(keep1)
         maps = Maps.of(self.layout(a, b), a, b)
         table = torch.cat([a.coarse.flatten(0, 2), b.coarse.flatten(0, 2)]).to(self.dtype)
         keep, logit = torch.cat([mask0.flatten(), mask1.flatten()]), None
@@ -204,7 +204,7 @@ class Layout:
                 offset = (inside[:, None] * width + inside).flatten()
                 of_image = torch.arange(count, device=device)
                 rows = first + of_image[:, None, None] * (height * width) + corner[:, None] + offset
-                centre = (torch.stack([x, y], dim=-1) + r / 2).repeat(count, 1)
+                centre = cell_grid(height, width, r, device).repeat(count, 1)
                 per_level.append(
                     (rows.flatten(0, 1), centre, (image + of_image).repeat_interleave(len(corner)))
                 )
@@ -247,8 +247,7 @@ class Maps:
     @staticmethod
     def of(layout: Layout, a: Features, b: Features) -> Maps:
         valid = torch.cat([a.valid.flatten(), b.valid.flatten()])
-        longer = torch.cat([map_extent(f.valid).amax(dim=1) for f in (a, b)])
-        scale = 2 / longer.clamp(min=1).float()
+        scale = torch.cat([frame_scale(map_extent(f.valid)) for f in (a, b)])
         centres = [c * scale[i][:, None] for c, i in zip(layout.centres, layout.image, strict=True)]
         return Maps(layout, (a.valid, b.valid), valid[layout.patches[0][:, 0]], centres)
 
@@ -314,20 +313,18 @@ class FastMPM:
         self.theta_p = mpm.theta_p
         self.self_attention = FastSADPA(mpm.self_attention, dtype)  # type: ignore[arg-type]
         self.cross_attention = FastSADPA(mpm.cross_attention, dtype)  # type: ignore[arg-type]
-        self.phi: nn.Sequential | None = None
-        if isinstance(mpm.pruning, PatchPruning):
-            self.phi = copy.deepcopy(mpm.pruning.phi).to(dtype)
+        self.pruning = copy.deepcopy(mpm.pruning).to(dtype) if mpm.pruning is not None else None
 
     def __call__(self, table: Tensor, keep: Tensor, maps: Maps) -> tuple[Tensor, Tensor | None]:
         """table: n c, changed in place; keep: n. Returns M_l and the NMI before the sigmoid."""
         packed = Packed.of(keep, maps)
         self.self_attention(table, packed, maps, cross=False)
         tokens = self.cross_attention(table, packed, maps, cross=True)
-        if self.phi is None:
+        if self.pruning is None:
             return keep, None
-        nmi = self.phi(tokens).squeeze(-1).float()
+        nmi = self.pruning(tokens, tokens, None)
         logit = torch.full_like(keep, -torch.inf, dtype=torch.float32).index_copy_(0, packed.cells, nmi)
-        return keep & (logit.sigmoid() >= self.theta_p), logit
+        return remaining(keep, logit, self.theta_p, None), logit
 
 
 class FastSADPA:
@@ -419,49 +416,49 @@ class FastRefinement:
         return query, value
 
 
-class FastBackbone:
-    """Batch norms are part of the convolutions; what is added to a map and its ReLU are one pass over it."""
+class FusedBlock(nn.Module):
+    """A `ResidualBlock` of an image without padding: what is added to a map and its ReLU are one pass."""
 
-    def __init__(self, backbone: ResNetFPN, dtype: torch.dtype):
-        self.parts = fused(backbone, dtype)
+    def __init__(self, block: ResidualBlock):
+        super().__init__()
+        self.conv1, self.conv2, self.shortcut = block.conv1, block.conv2, block.shortcut
+        if isinstance(self.shortcut, nn.Conv2d):  # both biases are added to the same map
+            self.conv2.bias.data += self.shortcut.bias.data  # type: ignore[union-attr,operator]
+            self.shortcut.bias = None
 
-    def __call__(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        """As `ResNetFPN`: the coarse map and the fine one."""
-        p = self.parts
-        x2 = convolve(image, p.stem)  # type: ignore[arg-type]
-        for block in p.stage2:
-            x2 = residual(block, x2)  # type: ignore[arg-type]
-        x4 = x2
-        for block in p.stage4:
-            x4 = residual(block, x4)  # type: ignore[arg-type]
-        x8 = x4
-        for block in p.stage8:
-            x8 = residual(block, x8)  # type: ignore[arg-type]
-        coarse = p.coarse(x8)
-        y4 = smooth(p.smooth4, add_upsampled(p.lateral4(x4), coarse))
-        return coarse, smooth(p.smooth2, add_upsampled(p.lateral2(x2), y4))
+    def forward(self, x: Tensor, _valid: None) -> Tensor:
+        return convolve(convolve(x, self.conv1), self.conv2, self.shortcut(x))  # type: ignore[arg-type]
 
 
-def residual(block: ResidualBlock, x: Tensor) -> Tensor:
-    return convolve(convolve(x, block.conv1), block.conv2, block.shortcut(x))  # type: ignore[arg-type]
+class FusedSmooth(nn.Module):
+    """A `Smooth` of an image without padding."""
 
+    def __init__(self, layer: Smooth):
+        super().__init__()
+        self.conv1, self.conv2 = layer.conv1, layer.conv2
 
-def smooth(layer: Smooth, x: Tensor) -> Tensor:
-    return layer.conv2(convolve(x, layer.conv1, slope=SLOPE))  # type: ignore[arg-type]
+    def forward(self, x: Tensor, _valid: None) -> Tensor:
+        return self.conv2(convolve(x, self.conv1, slope=SLOPE))  # type: ignore[arg-type]
 
 
 def fused(backbone: ResNetFPN, dtype: torch.dtype) -> ResNetFPN:
-    """A copy whose batch norms are part of the convolutions before them."""
+    """A copy for images without padding, whose batch norms are part of the convolutions before them."""
     backbone = copy.deepcopy(backbone).eval()
-    for parent in list(backbone.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, ConvNorm):
-                setattr(parent, name, fuse_conv_bn_eval(child[0], child[1]))  # type: ignore[arg-type,type-var]
-    for block in backbone.modules():  # both are added to the same map
-        if isinstance(block, ResidualBlock) and isinstance(block.shortcut, nn.Conv2d):
-            block.conv2.bias.data += block.shortcut.bias.data  # type: ignore[union-attr,operator]
-            block.shortcut.bias = None
+    makers: dict[type, Callable[..., nn.Module]] = {
+        ConvNorm: one_convolution,  # first, so that the others find convolutions
+        ResidualBlock: FusedBlock,
+        Smooth: FusedSmooth,
+    }
+    for kind, make in makers.items():
+        for parent in list(backbone.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, kind):
+                    setattr(parent, name, make(child))
     return backbone.to(dtype=dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def one_convolution(layer: ConvNorm) -> nn.Module:
+    return fuse_conv_bn_eval(layer[0], layer[1])  # type: ignore[arg-type,type-var]
 
 
 def joined(first: nn.Linear, second: nn.Linear) -> nn.Linear:

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prism_match.model.attention import attend
+from prism_match.model.position import turn
+
 try:
     from prism_match.model import triton_kernels
 except ImportError:  # no Triton here, which is so on every machine without a GPU
@@ -85,11 +88,7 @@ def rotate(x: Tensor, centres: Tensor, rows: Tensor, b: Tensor) -> Tensor:
     """`RotaryEncoding` of x (k heads d) at centres[rows] (n 2 and k), of frequencies b (heads d/2 2)."""
     if has_kernels(x) and is_power_of_two(x.shape[-1]):
         return triton_kernels.rotate(x, centres, rows, b)
-    at = centres[rows]
-    theta = b[..., 0] * at[:, None, None, 0] + b[..., 1] * at[:, None, None, 1]
-    cos, sin = theta.cos().to(x.dtype), theta.sin().to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
+    return turn(x, b, centres[rows][:, None, None])
 
 
 def add_upsampled(x: Tensor, low: Tensor) -> Tensor:
@@ -114,10 +113,8 @@ def attend_windows(query: Tensor, value: Tensor) -> Tensor:
     dim, most = query.shape[-1], max(query.shape[1], value.shape[1])
     if has_kernels(query) and is_power_of_two(dim) and dim >= 16 and most <= 64:
         return triton_kernels.attend_windows(query, value)
-    if query.numel() == 0:
-        return query
     q, v = query.transpose(1, 2), value.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, v, v).transpose(1, 2)
+    return attend(q, v, v, None).transpose(1, 2)
 
 
 def log_sum_exp(s: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,13 +154,6 @@ def attend_segments(
         return torch.ops.aten._flash_attention_forward(
             query, key, value, starts, key_starts, max(lengths), max(key_lengths), 0.0, False, False
         )[0]
-    parts = zip(query.split(lengths), key.split(key_lengths), value.split(key_lengths), strict=True)
-    return torch.cat([_attend(*part) for part in parts])
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """n h d, m h d, m h d."""
-    if query.shape[0] == 0 or key.shape[0] == 0:
-        return torch.zeros_like(query)
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # 1 h n d
+    parts = zip(q.split(lengths, 2), k.split(key_lengths, 2), v.split(key_lengths, 2), strict=True)
+    return torch.cat([attend(*part, None)[0].transpose(0, 1) for part in parts])

@@ -14,11 +14,29 @@ def normalised_centres(extent: Tensor, height: int, width: int, level: int) -> T
 
     extent: b 2, rows and columns of the map that are not padding. Returns b (h/level * w/level) 2,
     as (x, y). Only differences of positions matter to the rotary encoding, so 0 is at a corner."""
-    device = extent.device
+    return cell_grid(height, width, level, extent.device) * frame_scale(extent)[:, None, None]
+
+
+def cell_grid(height: int, width: int, level: int, device: torch.device) -> Tensor:
+    """(h/level * w/level) 2: the same centres, as (x, y) in cells of the map itself."""
     y = torch.arange(height // level, device=device) * level + level / 2
     x = torch.arange(width // level, device=device) * level + level / 2
-    grid = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).reshape(1, -1, 2)
-    return grid * (2 / extent.amax(dim=1).clamp(min=1).float())[:, None, None]
+    return torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).reshape(-1, 2)
+
+
+def frame_scale(extent: Tensor) -> Tensor:
+    """b: what makes the longer side of an extent (b 2) two units long."""
+    return 2 / extent.amax(dim=1).clamp(min=1).float()
+
+
+def turn(x: Tensor, b: Tensor, at: Tensor) -> Tensor:
+    """x (... d) turned by theta = b . at (... d/2 2 and ... 1 2, broadcast), in its own dtype."""
+    # Angles reach 80 radians: a product of matrices in bf16 or TF32 would be off by up to half a one.
+    theta = b[..., 0] * at[..., 0] + b[..., 1] * at[..., 1]
+    cos, sin = theta.cos().to(x.dtype), theta.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    # R(-theta) on both sides leaves R(theta_i - theta_j) in the product, as the paper has it.
+    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
 
 
 class RotaryEncoding(nn.Module):
@@ -36,10 +54,4 @@ class RotaryEncoding(nn.Module):
 
     def forward(self, x: Tensor, centres: Tensor) -> Tensor:
         """x: b heads n d; centres: b n 2. Returns x turned, in its own dtype."""
-        # Angles reach 80 radians: a product of matrices in bf16 or TF32 would be off by up to half a one.
-        bx, by = self.b.float()[:, None].unbind(dim=-1)  # h 1 k
-        theta = bx * centres[:, None, :, None, 0] + by * centres[:, None, :, None, 1]  # b h n k
-        cos, sin = theta.cos().to(x.dtype), theta.sin().to(x.dtype)
-        first, second = x.chunk(2, dim=-1)
-        # R(-theta) on both sides leaves R(theta_i - theta_j) in the product, as the paper has it.
-        return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
+        return turn(x, self.b.float()[:, None], centres[:, None, :, None])

@@ -37,6 +37,10 @@ class Features:
     fine: Tensor  # b c h/2 w/2
     valid: Tensor  # b h/8 w/8, bool: False where the image is padding
 
+    def looked_at(self, keep: Tensor | None) -> Tensor:
+        """M_0: the cells that are not padding, of those in `keep` (b h/8 w/8) alone if it is given."""
+        return self.valid if keep is None else self.valid & keep
+
 
 @dataclass(frozen=True)
 class PairMatches:
@@ -76,8 +80,7 @@ class PRISM(nn.Module):
         """Matches between images whose features are given (from `extract`).
 
         keep: b h/8 w/8, cells to look at from the start (M_0); None = all."""
-        mask0 = a.valid if keep0 is None else a.valid & keep0
-        mask1 = b.valid if keep1 is None else b.valid & keep1
+        mask0, mask1 = a.looked_at(keep0), b.looked_at(keep1)
         theta_c = self.config.theta_c if theta_c is None else theta_c
         with sdpa_kernel(ATTENTION_KERNELS):
             layers = self.transform(a, b, mask0, mask1)

@@ -68,7 +68,8 @@ class Refinement(nn.Module):
         context = context[:, None, None].expand(-1, self.window, self.window, -1)
         return self.merge(torch.cat([window, context.to(window.dtype)], dim=-1))
 
-    def heat(self, middle: Tensor, window: Tensor) -> Tensor:
+    @staticmethod
+    def heat(middle: Tensor, window: Tensor) -> Tensor:
         """middle: m c; window: m w w c. The logarithm of the softmax of their correlation: m w w."""
         with torch.autocast(middle.device.type, enabled=False):
             score = torch.einsum("mc,myxc->myx", middle.float(), window.float()) * middle.shape[-1] ** -0.5

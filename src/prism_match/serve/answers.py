@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from prism_match import viz
+from prism_match.engine.photos import scale_points
 from prism_match.geometry import Estimate
 from prism_match.images import encode_png, resize
 from prism_match.matches import Matches, write_npz
@@ -95,7 +96,10 @@ class Answer:
         m, (first, second) = self.matches, self.thumbnails
         assert first is not None and second is not None
         title = f"{len(m)} matches" + (f", {self.estimate.num_inliers} inliers" if self.estimate else "")
-        at0, at1 = to_thumbnail(m.keypoints0, m.size0, first), to_thumbnail(m.keypoints1, m.size1, second)
+        at0, at1 = (
+            scale_points(points, size, small.shape[1::-1])  # type: ignore[arg-type]
+            for points, size, small in ((m.keypoints0, m.size0, first), (m.keypoints1, m.size1, second))
+        )
         picture = viz.draw_matches(first, second, at0, at1, m.scores, title=title, longer_side=PICTURE)
         return encode_png(picture)
 
@@ -105,8 +109,3 @@ def thumbnail(rgb: np.ndarray) -> np.ndarray:
     height, width = rgb.shape[:2]
     scale = min(PICTURE / max(width, height), 1.0)
     return resize(rgb, max(1, round(width * scale)), max(1, round(height * scale))).copy()
-
-
-def to_thumbnail(points: np.ndarray, size: tuple[int, int], small: np.ndarray) -> np.ndarray:
-    scale = np.array(small.shape[1::-1]) / np.array(size)
-    return (points + 0.5) * scale - 0.5
