@@ -61,7 +61,7 @@ def test_fused_kernels_equal_their_plain_forms(monkeypatch: pytest.MonkeyPatch) 
         return [
             kernels.rotate(x, centres, rows, b),
             *(kernels.add_upsampled(random_map, low) for random_map, low in maps),
-            *(Pyramid(g).windows(points, stretch, level) for g in (gray, (255 * gray).byte())),
+            *(Pyramid.of(g).windows(points, stretch, level) for g in (gray, (255 * gray).byte())),
         ]
 
     maps = [(random(2, 20, h, w), random(2, 20, (h + 1) // 2, (w + 1) // 2)) for h, w in ((6, 8), (5, 7))]

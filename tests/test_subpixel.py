@@ -61,7 +61,7 @@ def under_a_map(image: np.ndarray, affine: np.ndarray) -> tuple[np.ndarray, torc
 def polished(
     network: Subpixel, image: np.ndarray, other: np.ndarray, points: torch.Tensor, guess: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    first, second = (Pyramid(torch.from_numpy(x).float()[None]) for x in (image, other))
+    first, second = (Pyramid.of(torch.from_numpy(x).float()[None]) for x in (image, other))
     return settle(network, first, second, points, guess, local_affine(points, guess, rounds=2))
 
 
@@ -123,7 +123,7 @@ def test_few_numbers_of_windows_are_seen(network: Subpixel, monkeypatch: pytest.
         yield points1, points1[:, 0]
 
     monkeypatch.setattr("prism_match.subpixel.approach", stay)
-    image = Pyramid(torch.zeros(1, 8, 8))
+    image = Pyramid.of(torch.zeros(1, 8, 8))
     for count in range(0, 3000, 7):
         points = torch.arange(2.0 * count).view(-1, 2)
         moved, error = settle(network, image, image, points, points, torch.eye(2).expand(count, 2, 2))
@@ -153,7 +153,7 @@ def test_windows_are_normalised_but_noise_stays_small() -> None:
 def test_pyramids_sample_as_resizing_does() -> None:
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(2, 37, 54, generator=generator)
-    pyramid = Pyramid(images)
+    pyramid = Pyramid.of(images)
     points = torch.rand(6, 5, 2, generator=generator) * torch.tensor([53.0, 36.0])
     which = torch.tensor([0, 1, 0, 1, 0, 1])
     whole = pyramid.sample(points, torch.zeros(6, dtype=torch.long), which)
@@ -163,7 +163,7 @@ def test_pyramids_sample_as_resizing_does() -> None:
             borderMode=cv2.BORDER_REPLICATE,
         )  # fmt: skip
         np.testing.assert_allclose(whole[n].numpy(), expected.ravel(), atol=0.02)  # remap rounds to 1/32
-    ramp = Pyramid(torch.arange(64.0).expand(1, 64, 64) / 64)
+    ramp = Pyramid.of(torch.arange(64.0).expand(1, 64, 64) / 64)
     middle = torch.full((LEVELS, 1, 2), 31.5)
     # The middle of a ramp is the same at every level.
     assert torch.allclose(ramp.sample(middle, torch.arange(LEVELS)), torch.tensor(31.5 / 64))

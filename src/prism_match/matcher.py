@@ -9,12 +9,13 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from prism_match.config import ModelConfig, Precision, Rotate
@@ -23,9 +24,10 @@ from prism_match.images import Image, ImageLike, load_image, load_mask, resize
 from prism_match.matches import Details, Matches
 from prism_match.model.fast import arranged
 from prism_match.model.prism import CELL, STRIDE, Features, PairMatches
-from prism_match.polish import local_affine
+from prism_match.model.recorder import Recorder, round_count
+from prism_match.polish import FEWEST, local_affine
 from prism_match.stages import stage
-from prism_match.subpixel import LEVELS, Pyramid, halvings, settle
+from prism_match.subpixel import LEVELS, Pyramid, Subpixel, halvings, settle
 from prism_match.weights import build_model, load_subpixel, weights_info
 
 if TYPE_CHECKING:
@@ -82,10 +84,11 @@ class PairMatcher:
         self.dtype = find_dtype(precision, self.device)
         self.size, self.threshold, self.max_matches = size, threshold, max_matches
         self.info = weights_info(weights, config)
-        self.model = arranged(build_model(self.info).to(self.device), self.dtype)
+        self.recorder = Recorder()
+        self.model = arranged(build_model(self.info).to(self.device), self.dtype, self.recorder)
         self.subpixel = load_subpixel().to(self.device)
         if self.device.type == "cuda":
-            self.subpixel.to(torch.float16, memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.subpixel.on_gpu()
 
     def match(
         self,
@@ -127,9 +130,10 @@ class PairMatcher:
             at_once = self.images_at_once(group[0][1].gray.size)
             for start in range(0, len(group), at_once):
                 some = group[start : start + at_once]
-                features = self._extract([p for _, p in some])
-                for (n, p), f in zip(some, features, strict=True):
-                    results[n] = ImageFeatures(p, f, p.pyramid(self.device) if self.polish else None)
+                gray = torch.from_numpy(np.stack([p.gray for _, p in some])).to(self.device)
+                for (n, p), f, image in zip(some, self._extract(gray), gray, strict=True):
+                    pyramid = p.pyramid(self.device, image, self.recorder) if self.polish else None
+                    results[n] = ImageFeatures(p, f, pyramid)
         return [results[n] for n in range(len(prepared))]
 
     def images_at_once(self, pixels: int) -> int:
@@ -168,11 +172,10 @@ class PairMatcher:
         gray = gray.copy() if np.may_share_memory(gray, image.pixels) else gray
         return Prepared(gray, image.size, image.name, kept, sharp=sharp).masked(image.opaque)
 
-    def _extract(self, prepared: list[Prepared]) -> list[Features]:
-        """Backbone features of images of equal size, one `Features` each."""
-        images = torch.from_numpy(np.stack([p.gray for p in prepared])[:, None])
-        features = self.model.extract(images.to(self.device))
-        if len(prepared) == 1:
+    def _extract(self, gray: Tensor) -> list[Features]:
+        """Backbone features of images of equal size (b h w), one `Features` each."""
+        features = self.model.extract(gray[:, None])
+        if len(gray) == 1:
             return [features]
         # Views of one batch would hold all of its memory as long as any of them is needed.
         parts = zip(features.coarse.split(1), features.fine.split(1), features.valid.split(1), strict=True)
@@ -230,21 +233,52 @@ class PairMatcher:
 
     @torch.inference_mode()
     def _polish(self, pair: FeaturesPair, at0: Tensor, at1: Tensor) -> Tensor:
-        """Where the matches lie in image 1, exact; first in windows of about the size of the model's pixels,
-        then in smaller and smaller ones, as far as the images go."""
+        """Where the matches lie in image 1, exact."""
         a, b = pair
         assert a.pyramid is not None and b.pyramid is not None
-        scale0, scale1 = (at0.new_tensor(p.prepared.sharp_scale) for p in (a, b))
+        scales = (a.prepared.sharp_scale, b.prepared.sharp_scale)
         largest = halvings(min(a.prepared.zoom, b.prepared.zoom))
-        for halving in range(largest, -1, -1):
-            stretch = local_affine(at0, at1, rounds=REWEIGHED) * (scale1[:, None] / scale0)
-            near0, near1 = (at0 + 0.5) * scale0 - 0.5, (at1 + 0.5) * scale1 - 0.5
-            rounds = FIRST_ROUNDS if halving == largest else MORE_ROUNDS
-            near1, _ = settle(
-                self.subpixel, a.pyramid, b.pyramid, near0, near1, stretch, rounds, pixel=2.0**halving
-            )
-            at1 = (near1 + 0.5) / scale1 - 0.5
-        return at1
+        units, few = (a.pyramid.unit, b.pyramid.unit), len(at0) < FEWEST
+        # Those that are added, for a number that is seen often, lie too far away to be neighbours.
+        more = (0, 0, 0, round_count(len(at0)) - len(at0))
+        (moved,) = self.recorder(
+            ("polish", scales, largest, units, few),
+            partial(polished, self.subpixel, scales, largest, units, few),
+            F.pad(at0, more, value=-1e6), F.pad(at1, more),
+            a.pyramid.flat, a.pyramid.table, b.pyramid.flat, b.pyramid.table,
+        )  # fmt: skip
+        return moved[: len(at0)]
+
+
+def polished(
+    network: Subpixel,
+    scales: tuple[tuple[float, float], tuple[float, float]],
+    largest: int,
+    units: tuple[float, float],
+    few: bool,
+    at0: Tensor,
+    at1: Tensor,
+    *tables: Tensor,
+) -> tuple[Tensor]:
+    """at1 (n 2), first moved by windows of about the size of the model's pixels, then by smaller and smaller
+    ones, as far as the images go.
+    scales: pixels of the photos that are one of the model's, along x and y; largest: how often the photos are
+    halved first; units: of the pyramids, `tables` the rest of them; few: too few matches to tell how the
+    images are stretched."""
+    first, second = Pyramid(units[0], tables[1], tables[0]), Pyramid(units[1], tables[3], tables[2])
+    (x0, y0), (x1, y1) = scales
+    scale0, scale1 = (
+        torch.cat([at0.new_full((1,), x), at0.new_full((1,), y)]) for x, y in ((x0, y0), (x1, y1))
+    )
+    same = torch.eye(2, device=at0.device).expand(len(at0), 2, 2)
+    for halving in range(largest, -1, -1):
+        stretch = same if few else local_affine(at0, at1, rounds=REWEIGHED)
+        near0, near1 = (at0 + 0.5) * scale0 - 0.5, (at1 + 0.5) * scale1 - 0.5
+        rounds = FIRST_ROUNDS if halving == largest else MORE_ROUNDS
+        stretch = stretch * (scale1[:, None] / scale0)
+        near1, _ = settle(network, first, second, near0, near1, stretch, rounds, pixel=2.0**halving)
+        at1 = (near1 + 0.5) / scale1 - 0.5
+    return (at1,)
 
 
 @dataclass(frozen=True)
@@ -288,12 +322,17 @@ class Prepared:
         (height, width), (h, w) = self.sharp.shape, self.gray.shape
         return width / w, height / h
 
-    def pyramid(self, device: torch.device) -> Pyramid:
-        """To polish by."""
-        # A turned image is a view with negative strides, which tensors cannot have.
-        image = np.ascontiguousarray(self.gray if self.sharp is None else self.sharp)
+    def pyramid(
+        self, device: torch.device, gray: Tensor | None = None, recorder: Recorder | None = None
+    ) -> Pyramid:
+        """To polish by. gray: h w, the image if it is there already."""
         with stage("polish"):
-            return Pyramid(torch.from_numpy(image)[None].to(device), LEVELS + halvings(self.zoom))
+            if self.sharp is not None or gray is None:
+                # A turned image is a view with negative strides, which tensors cannot have.
+                image = np.ascontiguousarray(self.gray if self.sharp is None else self.sharp)
+                gray = torch.from_numpy(image).to(device)
+            levels = LEVELS + halvings(self.zoom)
+            return Pyramid.of(gray[None], levels, recorder)
 
     @property
     def cell_count(self) -> int:

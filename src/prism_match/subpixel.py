@@ -17,12 +17,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism_match.model.kernels import has_kernels, triton_kernels
+from prism_match.model.recorder import Recorder, round_count
 
 RADIUS = 8  # of the window, in its own pixels
 SIDE = 2 * RADIUS + 1
@@ -42,6 +45,7 @@ class Subpixel(nn.Module):
 
     def __init__(self, width: int = 32):
         super().__init__()
+        self.channels = CHANNELS  # of what the first convolution takes; those after these are 0
         self.whole = nn.Sequential(_conv(CHANNELS, width), _conv(width, width))
         self.halved = nn.Sequential(_conv(width, 2 * width, stride=2), _conv(2 * width, 2 * width))
         self.quartered = _conv(2 * width, 2 * width, stride=2)
@@ -57,17 +61,33 @@ class Subpixel(nn.Module):
 
     def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """n w w each. The step n 2 (x, y) and the expected error n after it, both in window pixels."""
-        compared = comparison(first, second)
         # The convolutions have the precision of their weights; what is solved stays in 32 bit.
         kind = next(self.parameters()).dtype
+        fused = not torch.is_grad_enabled() and has_kernels(first)
+        if fused:
+            compared = triton_kernels.compare(first, second, FLAT, self.channels, kind)
+        else:
+            compared = F.pad(comparison(first, second), (0, 0, 0, 0, 0, self.channels - CHANNELS))
         maps = [self.whole(compared.to(kind, memory_format=torch.channels_last))]
         maps += [self.halved(maps[0])]
         maps += [self.quartered(maps[1])]
         whole, half, quarter = (layer(x).flatten(1) for layer, x in zip(self.weight, maps, strict=True))
         logit = (whole + half @ self.enlarge1 + quarter @ self.enlarge2).float()
         correction, log_error = self.head(maps[2]).float().split([2, 1], dim=1)
-        step = least_squares(compared, logit) + correction
+        if fused:
+            solved = triton_kernels.solve(first, second, logit, FLAT, WINDOW_STD, DAMPING)
+        else:
+            solved = least_squares(compared, logit)
+        step = solved + correction
         return LONGEST * torch.tanh(step / LONGEST), log_error[:, 0].clamp(-5.0, 4.0).exp()
+
+    def on_gpu(self) -> Subpixel:
+        """In half precision, and with as many channels as make the first convolution a fast one there."""
+        more = -self.channels % 16
+        first: nn.Conv2d = self.whole[0][0]  # type: ignore[index,assignment]
+        first.weight = nn.Parameter(F.pad(first.weight, (0, 0, 0, 0, 0, more)), requires_grad=False)
+        self.channels += more
+        return self.to(torch.float16, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def enlarging(side: int) -> Tensor:
@@ -103,7 +123,7 @@ def least_squares(compared: Tensor, logit: Tensor) -> Tensor:
     distance = window_grid(compared.device).square().sum(1)
     weight = (logit.clamp(-8, 8) - distance / (2 * WINDOW_STD**2)).exp()
     weight = weight / weight.sum(dim=1, keepdim=True)
-    xd, yd, xx, yy, xy = (compared.flatten(2)[:, 5:] * weight[:, None]).sum(dim=2).unbind(1)
+    xd, yd, xx, yy, xy = (compared.flatten(2)[:, 5:CHANNELS] * weight[:, None]).sum(dim=2).unbind(1)
     xx, yy = xx + DAMPING, yy + DAMPING
     return torch.stack([xy * yd - yy * xd, xy * xd - xx * yd], dim=1) / (xx * yy - xy * xy)[:, None]
 
@@ -119,29 +139,24 @@ def halvings(zoom: float) -> int:
     return max(0, math.ceil(math.log2(zoom / CLOSE)))
 
 
-@dataclass(init=False)
+@dataclass(frozen=True)
 class Pyramid:
     """Images of one size and their halves in one table, so that each window has a level of its own."""
 
-    levels: int
     unit: float  # of brightness, of which the whole range is 1
     table: Tensor  # levels 3, int32: where each begins, its width and height
     flat: Tensor  # images n
 
-    def __init__(self, gray: Tensor, levels: int = LEVELS):
+    @staticmethod
+    def of(gray: Tensor, levels: int = LEVELS, recorder: Recorder | None = None) -> Pyramid:
         """gray: b h w, in [0, 1] or uint8, which takes a quarter of the memory."""
-        maps = [gray]
-        for _ in range(levels - 1):
-            high, wide = maps[-1].shape[1:]
-            even = F.pad(maps[-1][:, None].float(), (0, wide % 2, 0, high % 2), mode="replicate")
-            half = F.avg_pool2d(even, 2)[:, 0]
-            maps.append(half if gray.is_floating_point() else half.round().to(gray.dtype))
-        sizes = [m[0].numel() for m in maps]
-        starts = [sum(sizes[:n]) for n in range(levels)]
-        table = [[start, *m.shape[:0:-1]] for start, m in zip(starts, maps, strict=True)]
-        self.table = torch.tensor(table, dtype=torch.int32).to(gray.device, non_blocking=True)
-        self.levels, self.unit = levels, 1.0 if gray.is_floating_point() else 1 / 255
-        self.flat = torch.cat([m.flatten(1) for m in maps], dim=1)
+        unit, work = 1.0 if gray.is_floating_point() else 1 / 255, partial(halved, levels)
+        (flat,) = work(gray) if recorder is None else recorder(("halved", levels), work, gray)
+        return Pyramid(unit, pyramid_table(*gray.shape[1:], levels, gray.device), flat)
+
+    @property
+    def levels(self) -> int:
+        return len(self.table)
 
     def windows(self, points: Tensor, to_image: Tensor, level: Tensor, image: Tensor | int = 0) -> Tensor:
         """n w w: around each point (n 2), its pixels laid out by `to_image` (n 2 2); level, image: n."""
@@ -167,6 +182,28 @@ class Pyramid:
         flat = self.flat.view(-1)
         a, b, c, d = (flat[corner + k].to(x.dtype) for k in (0, right, down, down + right))
         return self.unit * torch.lerp(torch.lerp(a, b, x - x0), torch.lerp(c, d, x - x0), y - y0)
+
+
+def halved(levels: int, gray: Tensor) -> tuple[Tensor]:
+    """b n: images (b h w) and their halves, one after the other."""
+    maps = [gray]
+    for _ in range(levels - 1):
+        high, wide = maps[-1].shape[1:]
+        even = F.pad(maps[-1][:, None].float(), (0, wide % 2, 0, high % 2), mode="replicate")
+        half = F.avg_pool2d(even, 2)[:, 0]
+        maps.append(half if gray.is_floating_point() else half.round().to(gray.dtype))
+    return (torch.cat([m.flatten(1) for m in maps], dim=1),)
+
+
+@lru_cache(256)
+def pyramid_table(height: int, width: int, levels: int, device: torch.device) -> Tensor:
+    sizes = [(width, height)]
+    for _ in range(levels - 1):
+        sizes.append((-(-sizes[-1][0] // 2), -(-sizes[-1][1] // 2)))
+    starts = accumulate((w * h for w, h in sizes), initial=0)
+    with torch.inference_mode(False):  # it may serve training, too
+        rows = [[start, w, h] for start, (w, h) in zip(starts, sizes, strict=False)]
+        return torch.tensor(rows, dtype=torch.int32).to(device)
 
 
 def approach(
@@ -221,10 +258,3 @@ def settle(
         found.append(last)
     moved, error = (torch.cat(x)[:count] for x in zip(*found, strict=True))
     return moved, error
-
-
-def round_count(count: int) -> int:
-    """At least as many, out of few numbers: for every number of windows that it has not seen yet a library of
-    convolutions keeps a program, and what it keeps between large tensors holds their memory for good."""
-    step = 16 if count <= 256 else 64 if count <= 1024 else 256
-    return -(-count // step) * step

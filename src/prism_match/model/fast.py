@@ -1,7 +1,8 @@
 """The same model as `prism.py`, arranged for matching alone. Tests hold both to the same matches.
 
 - The kept cells of all images of a batch lie one after the other in one table, so that an MPM is a few large
-  operations, nothing is padded, and the host waits for the device once in each (`Packed`).
+  operations, nothing is padded, and the host waits for the device once in each (`packing.py`); on a GPU what
+  lies between two waits is recorded (`recorder.py`).
 - Batch norms are part of the convolutions, and weights have the precision they are used in; positions, NMI,
   similarity and heat maps stay in float32.
 - The backbone sees images without padding: a convolution reads zeros beyond the border, which is what
@@ -15,6 +16,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -28,10 +30,11 @@ from prism_match.config import ModelConfig
 from prism_match.model.ablations import absolute_encoding
 from prism_match.model.attention import SADPA
 from prism_match.model.backbone import ConvNorm, ResidualBlock, ResNetFPN, Smooth
-from prism_match.model.kernels import attend_segments, attend_windows, convolve, rotate
-from prism_match.model.matching import away_from_border, mutual_matches
-from prism_match.model.mpm import MPM, LayerState
-from prism_match.model.position import cell_grid, frame_scale
+from prism_match.model.kernels import attend_segments, attend_windows, attends_segments, convolve, rotate
+from prism_match.model.matching import away_from_border, mutual_partners
+from prism_match.model.mpm import MPM
+from prism_match.model.packing import Kept, Layout, Room, Shape, spared
+from prism_match.model.position import frame_scale
 from prism_match.model.prism import (
     ATTENTION_KERNELS,
     CELL,
@@ -44,6 +47,7 @@ from prism_match.model.prism import (
     to_gray,
 )
 from prism_match.model.pruning import remaining
+from prism_match.model.recorder import Recorder, round_count
 from prism_match.model.refinement import FINE_PER_CELL, Refinement, expectation
 from prism_match.model.tokens import map_extent
 from prism_match.stages import stage
@@ -59,9 +63,9 @@ def is_supported(config: ModelConfig) -> bool:
     return config.attention == "sadpa" and config.estimator == "nmi" and inside
 
 
-def arranged(model: PRISM, dtype: torch.dtype) -> FastPRISM | AutocastPRISM:
+def arranged(model: PRISM, dtype: torch.dtype, recorder: Recorder) -> FastPRISM | AutocastPRISM:
     """The model for matching in that precision."""
-    return FastPRISM(model, dtype) if is_supported(model.config) else AutocastPRISM(model, dtype)
+    return FastPRISM(model, dtype, recorder) if is_supported(model.config) else AutocastPRISM(model, dtype)
 
 
 class AutocastPRISM:
@@ -82,8 +86,9 @@ class AutocastPRISM:
 class FastPRISM:
     """Takes and gives what `PRISM.extract` and `PRISM.match` do, but for masks of padding."""
 
-    def __init__(self, model: PRISM, dtype: torch.dtype):
+    def __init__(self, model: PRISM, dtype: torch.dtype, recorder: Recorder | None = None):
         self.config, self.dtype = model.config, dtype
+        self.recorder = recorder or Recorder()
         self.backbone = fused(model.backbone, dtype)
         self.mpms = [FastMPM(mpm, dtype) for mpm in model.mpms]  # type: ignore[arg-type]
         self.refinement = FastRefinement(model.refinement, dtype)
@@ -92,9 +97,13 @@ class FastPRISM:
 
     def extract(self, image: Tensor) -> Features:
         """image: b 1|3 h w in [0, 1], any size, without padding."""
-        gray = to_gray(image).to(self.dtype)
         with stage("backbone"):
-            coarse, fine = (x.permute(0, 2, 3, 1) for x in self.backbone(gray))
+            return Features(*self.recorder("backbone", self.seen, image))
+
+    def seen(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What `Features` holds."""
+        gray = to_gray(image).to(self.dtype)
+        coarse, fine = (x.permute(0, 2, 3, 1) for x in self.backbone(gray))
         rows, columns = (-(-n // STRIDE) * STRIDE // CELL for n in gray.shape[-2:])
         valid = torch.zeros((len(gray), rows, columns), dtype=torch.bool, device=gray.device)
         valid[:, : coarse.shape[1], : coarse.shape[2]] = True
@@ -102,7 +111,7 @@ class FastPRISM:
             _, height, width, dim = coarse.shape
             coarse = coarse + absolute_encoding(dim, height, width, coarse.device).to(coarse.dtype)
         fine = enlarged(fine, rows * FINE_PER_CELL, columns * FINE_PER_CELL)
-        return Features(enlarged(coarse, rows, columns), fine.permute(0, 3, 1, 2), valid)
+        return enlarged(coarse, rows, columns), fine.permute(0, 3, 1, 2), valid
 
     def match(
         self,
@@ -113,46 +122,111 @@ class FastPRISM:
         theta_c: float | None = None,
     ) -> PairMatches:
         """As `PRISM.match`; only the features of the last layer are kept."""
-        mask0, mask1 = a.looked_at(keep0), b.looked_at(keep1)
-        maps = Maps.of(self.layout(a, b), a, b)
-        table = torch.cat([a.coarse.flatten(0, 2), b.coarse.flatten(0, 2)]).to(self.dtype)
-        keep, logit = torch.cat([mask0.flatten(), mask1.flatten()]), None
+        layout = self.layout(a, b)
+        name = (layout.shapes, a.valid.device)
         layers = []
         with sdpa_kernel(ATTENTION_KERNELS):
             with stage("MPMs"):
-                for mpm in self.mpms:
-                    keep, logit = mpm(table, keep, maps)
-                    layers.append(maps.layout.state(table, keep, logit))
+                masks = (a.looked_at(keep0), b.looked_at(keep1))
+                begin = partial(self.begin, layout)
+                table, keep, inner, coarsest, ends, *centres = self.recorder(
+                    (name, "begin"), begin, a.coarse, b.coarse, a.valid, b.valid, *masks
+                )
+                for n, mpm in enumerate(self.mpms):
+                    room = self.room(layout, layout.lengths(ends.tolist()))  # the host waits here
+                    table, keep, logit, ends = self.recorder(
+                        (name, n, room.rows), partial(mpm, layout, room), table, keep, coarsest, *centres
+                    )
+                    layers.append(layout.state(table, keep, logit))
             with stage("matching"):
-                cells, confidence, pair = self.coarse_matches(table, keep, logit, maps, theta_c)
+                lengths = layout.lengths(ends.tolist())[-1]
+                cells, confidence, pair = self.coarse_matches(
+                    layout, table, keep, logit, coarsest, inner, lengths, theta_c
+                )
             with stage("refinement"):
-                parts = cells.split(REFINED_AT_ONCE, dim=1)
-                heat = [self.refinement(a.fine, b.fine, table, maps.layout, part) for part in parts]
-                offset, std = expectation(torch.cat(heat))
-        (_, height, width), (_, height1, width1) = maps.layout.shapes
-        keypoints0 = cell_centre(cells[0] % (height * width), width)
-        in_second = cells[1] - maps.layout.second
-        keypoints1 = cell_centre(in_second % (height1 * width1), width1) + offset
+                parts = [self.refined(a, b, table, layout, x) for x in cells.split(REFINED_AT_ONCE, dim=1)]
+                keypoints0, keypoints1, std = (torch.cat(x) for x in zip(*parts, strict=True))
         return PairMatches(pair, keypoints0, keypoints1, confidence, std, tuple(layers))
 
+    def refined(
+        self, a: Features, b: Features, table: Tensor, layout: Layout, cells: Tensor
+    ) -> tuple[Tensor, ...]:
+        """M_f of M_c (2 m, rows of the table): keypoints0 and keypoints1, m 2 each, and deviations, m."""
+        count = cells.shape[1]
+        if count == 0:
+            return tuple(torch.zeros(shape, device=cells.device) for shape in ((0, 2), (0, 2), 0))
+        # A number that is seen often, so that it can be recorded.
+        cells = cells[:, torch.arange(round_count(count), device=cells.device).clamp(max=count - 1)]
+        places = [cells[0], cells[1] - layout.second]
+        windows = [
+            self.refinement.cut(fine, place, shape)
+            for fine, place, shape in zip((a.fine, b.fine), places, layout.shapes, strict=True)
+        ]
+        results = self.recorder(
+            ("refinement", layout.shapes),
+            partial(self.located, layout),
+            *windows,
+            table[cells.flatten()],
+            *places,
+        )
+        return tuple(x[:count] for x in results)
+
+    def located(
+        self, layout: Layout, window0: Tensor, window1: Tensor, coarse: Tensor, *places: Tensor
+    ) -> tuple[Tensor, ...]:
+        offset, std = expectation(self.refinement(window0, window1, coarse))
+        centres = [
+            cell_centre(place % (height * width), width)
+            for place, (_, height, width) in zip(places, layout.shapes, strict=True)
+        ]
+        return centres[0], centres[1] + offset, std
+
+    def begin(
+        self, layout: Layout, coarse0: Tensor, coarse1: Tensor, valid0: Tensor, valid1: Tensor, *masks: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The table and M_0, each n; which cells are away from the border (n) and which patches of the first
+        level image; how many patches there are; and the centres of those of each level."""
+        table = spared(torch.cat([coarse0.flatten(0, 2), coarse1.flatten(0, 2)]).to(self.dtype))
+        keep = torch.cat([mask.flatten() for mask in masks])
+        valid = valid0, valid1
+        inner = torch.cat([away_from_border(v, self.config.border).flatten() for v in valid])
+        coarsest = torch.cat([v.flatten() for v in valid])[layout.patches[0][:-1, 0]]
+        scale = torch.cat([frame_scale(map_extent(v)) for v in valid])
+        centres = [c * scale[i][:, None] for c, i in zip(layout.centres, layout.image, strict=True)]
+        ends = torch.cat(Kept.of(layout, keep, coarsest).ends)
+        return table, keep, inner, coarsest, ends, *centres
+
+    def room(self, layout: Layout, lengths: list[list[int]]) -> Room:
+        heads, dim = self.config.heads, self.config.coarse_dim
+        recorded = self.recorder.enabled and attends_segments(layout.ends[0].device, self.dtype, dim // heads)
+        return Room.ample(layout, lengths) if recorded else Room.exact(layout, lengths)
+
     def coarse_matches(
-        self, table: Tensor, keep: Tensor, logit: Tensor | None, maps: Maps, theta_c: float | None
+        self,
+        layout: Layout,
+        table: Tensor,
+        keep: Tensor,
+        logit: Tensor | None,
+        coarsest: Tensor,
+        inner: Tensor,
+        lengths: list[int],
+        theta_c: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """M_c: the cells of each match, as rows of the table (2 m), its confidence (m) and its pair (m)."""
-        c, packed = self.config, Packed.of(keep, maps)
-        rows, lengths = packed.cells, packed.lengths[-1]
+        c = self.config
+        rows = Kept.of(layout, keep, coarsest).rows(-1, sum(lengths))
         log_nmi: Sequence[Tensor | None] = [None] * len(lengths)
         if c.weighted_softmax and logit is not None:
             log_nmi = F.logsigmoid(logit[rows]).split(lengths)
-        tokens, each = table[rows].float().split(lengths), rows.split(lengths)
-        inner, found, pairs = maps.away_from_border(c.border), [], len(lengths) // 2
+        tokens, each = table[rows].split(lengths), rows.split(lengths)
+        found, pairs = [], len(lengths) // 2
         for k in range(pairs):
-            i, j, confidence = mutual_matches(
-                tokens[k], tokens[pairs + k], log_nmi[k], log_nmi[pairs + k],
-                c.temperature, c.theta_c if theta_c is None else theta_c,
-            )  # fmt: skip
-            cells = torch.stack([each[k][i], each[pairs + k][j]])
-            chosen = inner[cells].all(dim=0).nonzero().squeeze(1)
+            partner, confidence = mutual_partners(
+                tokens[k], tokens[pairs + k], log_nmi[k], log_nmi[pairs + k], c.temperature
+            )
+            cells = torch.stack([each[k], each[pairs + k][partner]]) if len(partner) else rows.new_empty(2, 0)
+            good = (confidence > (c.theta_c if theta_c is None else theta_c)) & inner[cells].all(dim=0)
+            chosen = good.nonzero().squeeze(1)
             found.append((cells[:, chosen], confidence[chosen], torch.full_like(chosen, k)))
         cells, confidence, pair = (torch.cat(x, dim=-1) for x in zip(*found, strict=True))
         return cells, confidence, pair
@@ -171,143 +245,6 @@ class FastPRISM:
         return layout
 
 
-Shape = tuple[int, int, int]  # images, rows and columns of their maps
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the cells of b pairs lie in one table: those of all first images, row by row, then those of all
-    second images; and the same for the patches of cells that each level sees."""
-
-    shapes: tuple[Shape, Shape]
-    second: int  # the row of the table at which the second images begin
-    images: int  # of both sides
-    patches: list[Tensor]  # of each level n r*r: the rows of the table that its patches are made of
-    centres: list[Tensor]  # of each level n 2: (x, y) of its patches in cells
-    image: list[Tensor]  # of each level n: the image of each patch
-    number: Tensor  # of all levels one after the other: the number of each patch in its level
-    ends: Tensor  # the last patch of each image of each level, in the same order
-
-    @staticmethod
-    def of(shape0: Shape, shape1: Shape, levels: tuple[int, ...], device: torch.device) -> Layout:
-        columns: tuple[list[Tensor], ...] = ([], [], [])  # patches, centres, images
-        ends: list[int] = []
-        begun = 0
-        for r in levels:
-            per_level: list[tuple[Tensor, Tensor, Tensor]] = []
-            image, first = 0, 0
-            for count, height, width in (shape0, shape1):
-                y, x = torch.arange(0, height, r, device=device), torch.arange(0, width, r, device=device)
-                y, x = (t.flatten() for t in torch.meshgrid(y, x, indexing="ij"))
-                corner = y * width + x
-                inside = torch.arange(r, device=device)
-                offset = (inside[:, None] * width + inside).flatten()
-                of_image = torch.arange(count, device=device)
-                rows = first + of_image[:, None, None] * (height * width) + corner[:, None] + offset
-                centre = cell_grid(height, width, r, device).repeat(count, 1)
-                per_level.append(
-                    (rows.flatten(0, 1), centre, (image + of_image).repeat_interleave(len(corner)))
-                )
-                ends += [begun + (n + 1) * len(corner) - 1 for n in range(count)]
-                begun, image, first = begun + count * len(corner), image + count, count * height * width
-            for column, parts in zip(columns, zip(*per_level, strict=True), strict=True):
-                column.append(torch.cat(parts))
-        patches, centres, images = columns
-        number = torch.cat([torch.arange(len(p), device=device) for p in patches])
-        b, height, width = shape0
-        return Layout(
-            (shape0, shape1), b * height * width, 2 * b, patches, centres, images, number,
-            torch.tensor(ends, device=device),
-        )  # fmt: skip
-
-    @property
-    def cells(self) -> int:
-        return len(self.patches[-1])
-
-    def state(self, table: Tensor, keep: Tensor, logit: Tensor | None) -> LayerState:
-        """What lies in the table, as maps."""
-
-        def maps(x: Tensor) -> tuple[Tensor, Tensor]:
-            first, second = x[: self.second], x[self.second :]
-            return first.unflatten(0, self.shapes[0]), second.unflatten(0, self.shapes[1])
-
-        nmi = (None, None) if logit is None else maps(logit)
-        return LayerState(*maps(table), *maps(keep), *nmi)
-
-
-@dataclass(frozen=True)
-class Maps:
-    """A layout, and what of it is image and not padding."""
-
-    layout: Layout
-    valid: tuple[Tensor, Tensor]  # b h w of either side
-    coarsest: Tensor  # n, bool: which patches of the first level are there
-    centres: list[Tensor]  # of each level n 2, in the frame of `normalised_centres`
-
-    @staticmethod
-    def of(layout: Layout, a: Features, b: Features) -> Maps:
-        valid = torch.cat([a.valid.flatten(), b.valid.flatten()])
-        scale = torch.cat([frame_scale(map_extent(f.valid)) for f in (a, b)])
-        centres = [c * scale[i][:, None] for c, i in zip(layout.centres, layout.image, strict=True)]
-        return Maps(layout, (a.valid, b.valid), valid[layout.patches[0][:, 0]], centres)
-
-    def away_from_border(self, border: int) -> Tensor:
-        """n, bool, of the table's rows."""
-        return torch.cat([away_from_border(v, border).flatten() for v in self.valid])
-
-
-@dataclass(frozen=True)
-class Packed:
-    """The patches of each level that take part in an MPM, image by image."""
-
-    rows: list[Tensor]  # of each level k: their numbers; of the last one, rows of the table
-    lengths: list[list[int]]  # of each level: how many of each image
-    starts: Tensor  # levels 2 images + 1, int32: where each image begins; and if the sides are exchanged
-
-    @staticmethod
-    def of(keep: Tensor, maps: Maps) -> Packed:
-        """keep: n, bool, of the table's rows: the pruning mask M."""
-        patches = maps.layout.patches
-        there = [keep if p.shape[1] == 1 else keep[p[:, 0]] for p in patches]
-        if len(patches) > 1:
-            there[0] = maps.coarsest  # never pruned, so that the whole scene stays in sight
-        flags = torch.cat(there)
-        counted = flags.cumsum(0)
-        ends = counted[maps.layout.ends].tolist()  # the host waits here, and nowhere else in an MPM
-        rows = keep.new_empty(ends[-1] + 1, dtype=torch.int64)
-        rows.scatter_(0, torch.where(flags, counted - 1, ends[-1]), maps.layout.number)
-        images = maps.layout.images
-        counts = [end - before for end, before in zip(ends, [0, *ends], strict=False)]
-        lengths = [counts[n : n + images] for n in range(0, len(counts), images)]
-        starts = [[running(some), running(exchanged(some))] for some in lengths]
-        return Packed(
-            list(rows[:-1].split([sum(some) for some in lengths])),
-            lengths,
-            torch.tensor(starts, dtype=torch.int32).to(keep.device, non_blocking=True),
-        )
-
-    @property
-    def cells(self) -> Tensor:
-        return self.rows[-1]
-
-    def exchanged(self, x: Tensor, level: int = -1) -> Tensor:
-        """x: k ..., of the patches of a level: those of the second images first."""
-        first = sum(self.lengths[level][: len(self.lengths[level]) // 2])
-        return torch.cat([x[first:], x[:first]])
-
-
-def running(lengths: list[int]) -> list[int]:
-    sums = [0]
-    for length in lengths:
-        sums.append(sums[-1] + length)
-    return sums
-
-
-def exchanged(lengths: list[int]) -> list[int]:
-    half = len(lengths) // 2
-    return lengths[half:] + lengths[:half]
-
-
 class FastMPM:
     def __init__(self, mpm: MPM, dtype: torch.dtype):
         self.theta_p = mpm.theta_p
@@ -315,16 +252,34 @@ class FastMPM:
         self.cross_attention = FastSADPA(mpm.cross_attention, dtype)  # type: ignore[arg-type]
         self.pruning = copy.deepcopy(mpm.pruning).to(dtype) if mpm.pruning is not None else None
 
-    def __call__(self, table: Tensor, keep: Tensor, maps: Maps) -> tuple[Tensor, Tensor | None]:
-        """table: n c, changed in place; keep: n. Returns M_l and the NMI before the sigmoid."""
-        packed = Packed.of(keep, maps)
-        self.self_attention(table, packed, maps, cross=False)
-        tokens = self.cross_attention(table, packed, maps, cross=True)
+    def __call__(
+        self, layout: Layout, room: Room, table: Tensor, keep: Tensor, coarsest: Tensor, *centres: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """table: n + 1, c, changed in place; keep: n. Returns both after this MPM, the NMI before the sigmoid
+        (n) and how many patches are kept then."""
+        kept = Kept.of(layout, keep, coarsest)
+        rows = [kept.rows(level, count) for level, count in enumerate(room.rows)]
+        taken = Taken(layout, room, rows, kept.ends, centres)
+        self.self_attention(table, taken, cross=False)
+        tokens = self.cross_attention(table, taken, cross=True)
         if self.pruning is None:
-            return keep, None
+            return table, keep, None, torch.cat(kept.ends)
         nmi = self.pruning(tokens, tokens, None)
-        logit = torch.full_like(keep, -torch.inf, dtype=torch.float32).index_copy_(0, packed.cells, nmi)
-        return remaining(keep, logit, self.theta_p, None), logit
+        nowhere = torch.full((len(table),), -torch.inf, device=table.device)
+        logit = nowhere.index_copy_(0, rows[-1], nmi)[:-1]
+        keep = remaining(keep, logit, self.theta_p, None)
+        return table, keep, logit, torch.cat(Kept.of(layout, keep, coarsest).ends)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The patches that take part in an MPM."""
+
+    layout: Layout
+    room: Room
+    rows: list[Tensor]  # of each level: their numbers; of the last one, rows of the table
+    ends: list[Tensor]  # of each level: where each image ends in them
+    centres: Sequence[Tensor]  # of each level n 2, in the frame of `normalised_centres`
 
 
 class FastSADPA:
@@ -336,35 +291,33 @@ class FastSADPA:
         self.b = None if layer.rotary is None else layer.rotary.b.detach().float()
         self.ffn = copy.deepcopy(layer.ffn).to(dtype)
 
-    def __call__(self, table: Tensor, packed: Packed, maps: Maps, cross: bool) -> Tensor:
+    def __call__(self, table: Tensor, taken: Taken, cross: bool) -> Tensor:
         """Updates the rows of the table that take part, which are returned too."""
-        tokens = table[packed.cells]
+        tokens = table[taken.rows[-1]]
         query, value = (
             x.unflatten(-1, (self.heads, -1)) for x in self.query_and_value(tokens).chunk(2, dim=-1)
         )
-        query = self.turn(query, maps, packed, -1)
+        query = self.turn(query, taken, -1)
         messages = []
-        for level, patches in enumerate(maps.layout.patches):
+        for level, patches in enumerate(taken.layout.patches):
             if level < len(self.convs):
-                rows = packed.exchanged(packed.rows[level], level) if cross else packed.rows[level]
-                seen = table[patches[rows]].flatten(1)
-                values = self.convs[level](seen).unflatten(-1, (self.heads, -1))
+                seen = table[patches[taken.rows[level]]].flatten(1)
+                value_of_level = self.convs[level](seen).unflatten(-1, (self.heads, -1))
             else:
-                values = packed.exchanged(value) if cross else value
-            keys = self.turn(values, maps, packed, level)
-            lengths = packed.lengths[level]
-            messages.append(
-                attend_segments(
-                    query, keys, values, packed.starts[-1, 0], packed.starts[level, int(cross)],
-                    packed.lengths[-1], exchanged(lengths) if cross else lengths,
-                ).flatten(1)
+                value_of_level = value
+            key = self.turn(value_of_level, taken, level)
+            lengths = taken.room.lengths
+            message = attend_segments(
+                query, key, value_of_level, taken.ends[-1], taken.ends[level], cross, taken.room.most,
+                None if lengths is None else (lengths[-1], lengths[level]),
             )  # fmt: skip
+            messages.append(message.flatten(1))
         updated = tokens + self.ffn(torch.cat([tokens, *messages], dim=-1))
-        table.index_copy_(0, packed.cells, updated)
+        table.index_copy_(0, taken.rows[-1], updated)
         return updated
 
-    def turn(self, x: Tensor, maps: Maps, packed: Packed, level: int) -> Tensor:
-        return x if self.b is None else rotate(x, maps.centres[level], packed.rows[level], self.b)
+    def turn(self, x: Tensor, taken: Taken, level: int) -> Tensor:
+        return x if self.b is None else rotate(x, taken.centres[level], taken.rows[level], self.b)
 
 
 class FastRefinement:
@@ -381,12 +334,11 @@ class FastRefinement:
             for x in (layer.self_attention, layer.cross_attention)
         ]
 
-    def __call__(self, fine0: Tensor, fine1: Tensor, table: Tensor, layout: Layout, cells: Tensor) -> Tensor:
-        """cells: 2 m, rows of the table. The logarithms of the heat maps: m window window."""
+    def __call__(self, window0: Tensor, window1: Tensor, coarse: Tensor) -> Tensor:
+        """windows: m w*w c of either image, from `cut`; coarse: 2m c, of their cells. The logarithms of the
+        heat maps: m w w."""
         middle = self.window**2 // 2
-        places = [cells[0], cells[1] - layout.second]
-        both = torch.cat([self.cut(*x) for x in zip((fine0, fine1), places, layout.shapes, strict=True)])
-        both = self.of_window(both) + self.of_cell(table[cells.flatten()])[:, None]  # 2m w*w c
+        both = self.of_window(torch.cat([window0, window1])) + self.of_cell(coarse)[:, None]  # 2m w*w c
         (to_heads, ffn), (to_heads1, ffn1) = self.layers
         query, value = self.split(to_heads(both))
         both = both + ffn(torch.cat([both, attend_windows(query, value).flatten(2)], dim=-1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def failed_trials(device: torch.device) -> list[str]:
         return torch.randn(*shape, generator=generator)
 
     x = draw(1, 16, 5, 6)
-    trials: list[tuple[str, Callable[..., Any], tuple[Tensor, ...]]] = [
+    trials: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
         ("rotate", rotate, (draw(20, 2, 16), draw(30, 2), torch.arange(20) + 3, draw(2, 8, 2))),
         ("add_upsampled", add_upsampled, (x, draw(1, 16, 3, 3))),
         (
@@ -65,23 +65,29 @@ def failed_trials(device: torch.device) -> list[str]:
             (x, draw(16), draw(1, 16, 5, 6)),
         ),
         ("attend_windows", attend_windows, (draw(3, 25, 2, 32), draw(3, 25, 2, 32))),
-        ("log_sum_exp", log_sum_exp, (10 * draw(300, 70),)),
-        ("best_of", best_of, (10 * draw(300, 70), draw(300), draw(70))),
+        ("log_sum_exp", log_sum_exp, (10 * draw(300, 70), 0.5)),
+        ("best_of", best_of, (10 * draw(300, 70), draw(300), draw(70), 0.5)),
+        (
+            "attend_segments",
+            partial(attend_segments, lengths=([70, 80], [40, 120])),
+            (
+                *(draw(n, 2, 32).half() for n in (150, 160, 160)),
+                torch.tensor([70, 150]),
+                torch.tensor([40, 160]),
+                True,
+                80,
+            ),
+        ),
     ]
     wrong = []
     for name, plain, arguments in trials:
         expected = plain(*arguments)
-        found = getattr(triton_kernels, name)(*(a.to(device) for a in arguments))
+        there = (a.to(device) if isinstance(a, Tensor) else a for a in arguments)
+        found = getattr(triton_kernels, name)(*there)
         pairs = zip(*((y,) if isinstance(y, Tensor) else y for y in (expected, found)), strict=True)
         if not all(torch.allclose(a.float(), b.cpu().float(), rtol=0.01, atol=0.02) for a, b in pairs):
             wrong.append(name)
     return wrong
-
-
-@lru_cache
-def has_flash(device: torch.device) -> bool:
-    """Whether FlashAttention runs there: NVIDIA's GPUs since Ampere."""
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def rotate(x: Tensor, centres: Tensor, rows: Tensor, b: Tensor) -> Tensor:
@@ -117,43 +123,55 @@ def attend_windows(query: Tensor, value: Tensor) -> Tensor:
     return attend(q, v, v, None).transpose(1, 2)
 
 
-def log_sum_exp(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the rows and of the columns of s (n m)."""
+def log_sum_exp(s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Of the rows and of the columns of scale s (n m)."""
     if has_kernels(s):
-        return triton_kernels.log_sum_exp(s)
+        return triton_kernels.log_sum_exp(s, scale)
+    s = s if scale == 1 else scale * s
     return s.logsumexp(dim=1), s.logsumexp(dim=0)
 
 
-def best_of(s: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of 2 s + rows (n) + columns (m): the highest of each row and where it is, and so of each column."""
+def best_of(s: Tensor, rows: Tensor, columns: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of 2 scale s + rows (n) + columns (m): the highest of each row and where it is; and of each column."""
     if has_kernels(s):
-        return triton_kernels.best_of(s, rows, columns)
-    total = 2 * s + rows[:, None] + columns
+        return triton_kernels.best_of(s, rows, columns, scale)
+    total = 2 * scale * s + rows[:, None] + columns
     return *total.max(dim=1), *total.max(dim=0)
+
+
+def attends_segments(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Whether `attend_segments` can do without knowing their lengths beforehand."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and half and is_power_of_two(dim) and dim >= 16 and kernels_work(device)
 
 
 def attend_segments(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    starts: Tensor,
-    key_starts: Tensor,
-    lengths: list[int],
-    key_lengths: list[int],
+    ends: Tensor,
+    key_ends: Tensor,
+    crossed: bool,
+    most: int,
+    lengths: tuple[list[int], list[int]] | None,
 ) -> Tensor:
-    """Attention within segments that lie one after the other: query: n h d; key, value: m h d; starts: where
-    the segments begin, and the end, int32; lengths: theirs. No key at all gives zeros."""
-    if query.shape[0] == 0 or key.shape[0] == 0:
-        return torch.zeros_like(query)
-    if (
-        query.is_cuda
-        and query.dtype != torch.float32
-        and query.shape[-1] in range(8, 257, 8)
-        and has_flash(query.device)
-    ):
-        return torch.ops.aten._flash_attention_forward(
-            query, key, value, starts, key_starts, max(lengths), max(key_lengths), 0.0, False, False
-        )[0]
+    """Attention within segments that lie one after the other: query: n h d; key, value: m h d; ends: of the
+    segments; crossed: those of the first half see the keys of the second half's, and the other way round;
+    most: queries of a segment; lengths: of the queries' and of the keys' segments, which the plain form
+    needs. No key at all gives zeros, and what lies after the last segment anything."""
+    if lengths is None:
+        return triton_kernels.attend_segments(query, key, value, ends, key_ends, crossed, most)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # 1 h n d
-    parts = zip(q.split(lengths, 2), k.split(key_lengths, 2), v.split(key_lengths, 2), strict=True)
-    return torch.cat([attend(*part, None)[0].transpose(0, 1) for part in parts])
+    keys = list(zip(k.split(lengths[1], 2), v.split(lengths[1], 2), strict=True))
+    if crossed:
+        half = len(keys) // 2
+        keys = keys[half:] + keys[:half]
+    parts = zip(q.split(lengths[0], 2), keys, strict=True)
+    return torch.cat([attend(each, *seen, None)[0].transpose(0, 1) for each, seen in parts])
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b^T (n c and m c) in float32; of numbers in half precision it is exact but for the sums."""
+    if a.is_cuda and a.dtype != torch.float32 and hasattr(torch.ops.aten.mm, "dtype"):
+        return torch.mm(a, b.mT, out_dtype=torch.float32)
+    return a.float() @ b.float().mT

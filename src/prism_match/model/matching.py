@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism_match.config import ModelConfig
-from prism_match.model.kernels import best_of, log_sum_exp
+from prism_match.model.kernels import best_of, log_sum_exp, product
 from prism_match.model.mpm import LayerState
 from prism_match.model.tokens import map_extent
 
@@ -25,8 +25,13 @@ CHUNK = 2**24
 def similarity(tokens0: Tensor, tokens1: Tensor, temperature: float) -> Tensor:
     """S: ... n c, ... m c -> ... n m, float32. tau = 1 / (c * temperature), as in LoFTR."""
     with torch.autocast(tokens0.device.type, enabled=False):
-        scale = 1 / math.sqrt(tokens0.shape[-1] * temperature)
+        scale = similarity_scale(tokens0, temperature)
         return (tokens0.float() * scale) @ (tokens1.float() * scale).mT
+
+
+def similarity_scale(tokens: Tensor, temperature: float) -> float:
+    """The square root of tau."""
+    return 1 / math.sqrt(tokens.shape[-1] * temperature)
 
 
 def coarse_matches(
@@ -43,8 +48,8 @@ def coarse_matches(
             log_nmi0 = F.logsigmoid(last.logit0[k].flatten()[kept0])
             log_nmi1 = F.logsigmoid(last.logit1[k].flatten()[kept1])
         i, j, confidence = mutual_matches(
-            last.coarse0[k].flatten(0, 1)[kept0],
-            last.coarse1[k].flatten(0, 1)[kept1],
+            last.coarse0[k].flatten(0, 1)[kept0].float(),
+            last.coarse1[k].flatten(0, 1)[kept1].float(),
             log_nmi0, log_nmi1, config.temperature, theta_c,
         )  # fmt: skip
         i, j = kept0[i], kept1[j]
@@ -64,22 +69,40 @@ def mutual_matches(
     theta_c: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The pairs (i, j) of tokens (n c and m c) whose confidence is the highest of row i and of
-    column j, and above theta_c. Returns i, j (int64) and P (float32), ordered by i.
+    column j, and above theta_c. Returns i, j (int64) and P (float32), ordered by i."""
+    partner, confidence = mutual_partners(tokens0, tokens1, log_nmi0, log_nmi1, temperature)
+    found = (confidence > theta_c).nonzero().squeeze(1)
+    return found, partner[found], confidence[found]
+
+
+def mutual_partners(
+    tokens0: Tensor,
+    tokens1: Tensor,
+    log_nmi0: Tensor | None,
+    log_nmi1: Tensor | None,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """For each of tokens0 (n c) the one of tokens1 (m c) of the highest confidence (int64), and P (float32),
+    0 where another has a higher one there. Where one of both images has no tokens, both are empty.
 
     The matrix is worked through in chunks of rows, twice: once for the two normalisers and once for
     the maxima, so that memory stays bounded at any image size."""
     n, m = tokens0.shape[0], tokens1.shape[0]
     if n == 0 or m == 0:
-        none = torch.zeros(0, dtype=torch.int64, device=tokens0.device)
-        return none, none, torch.zeros(0, device=tokens0.device)
+        return tokens0.new_zeros(0, dtype=torch.int64), tokens0.new_zeros(0, dtype=torch.float32)
     starts = range(0, n, max(1, CHUNK // m))
     stop = [min(n, a + max(1, CHUNK // m)) for a in starts]
+    scale = 1.0
+    if tokens0.dtype == torch.float32:  # a factor of the tokens is cheaper than one of the matrix
+        tokens0, tokens1 = (x * similarity_scale(x, temperature) for x in (tokens0, tokens1))
+    else:  # but not exact in half precision
+        scale = similarity_scale(tokens0, temperature) ** 2
 
-    single = similarity(tokens0, tokens1, temperature) if len(starts) == 1 else None
+    single = product(tokens0, tokens1) if len(starts) == 1 else None
     row_norms, column_norm = [], None
     for a, b in zip(starts, stop, strict=True):
-        s = similarity(tokens0[a:b], tokens1, temperature) if single is None else single
-        row_norm, part = log_sum_exp(s)
+        s = product(tokens0[a:b], tokens1) if single is None else single
+        row_norm, part = log_sum_exp(s, scale)
         row_norms.append(row_norm)
         column_norm = part if column_norm is None else torch.logaddexp(column_norm, part)
     assert column_norm is not None
@@ -92,8 +115,8 @@ def mutual_matches(
     column_best = torch.full((m,), -torch.inf, device=tokens0.device)
     column_arg = torch.zeros(m, dtype=torch.int64, device=tokens0.device)
     for a, b in zip(starts, stop, strict=True):
-        s = similarity(tokens0[a:b], tokens1, temperature) if single is None else single
-        best, arg, best_in_column, arg_in_column = best_of(s, row_term[a:b], column_term)
+        s = product(tokens0[a:b], tokens1) if single is None else single
+        best, arg, best_in_column, arg_in_column = best_of(s, row_term[a:b], column_term, scale)
         row_best.append(best)
         row_arg.append(arg)
         better = best_in_column > column_best
@@ -101,9 +124,8 @@ def mutual_matches(
         column_arg = torch.where(better, arg_in_column + a, column_arg)
 
     confidence, partner = torch.cat(row_best).exp(), torch.cat(row_arg)
-    i = torch.arange(n, device=tokens0.device)
-    found = ((column_arg[partner] == i) & (confidence > theta_c)).nonzero().squeeze(1)
-    return found, partner[found], confidence[found]
+    mutual = column_arg[partner] == torch.arange(n, device=tokens0.device)
+    return partner, confidence * mutual
 
 
 def away_from_border(valid: Tensor, border: int) -> Tensor:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -145,6 +147,116 @@ def windows(
 
 
 @triton.jit
+def _normaliser(window, there, FLAT: tl.constexpr, COUNT: tl.constexpr):
+    """What a window's pixels have to be moved and multiplied by."""
+    mean = tl.sum(tl.where(there, window, 0.0), axis=0) / COUNT
+    centred = tl.where(there, window - mean, 0.0)
+    return mean, 1 / tl.sqrt(tl.sum(centred * centred, axis=0) / COUNT + FLAT * FLAT)
+
+
+@triton.jit
+def _compared(first, second, there, k, FLAT: tl.constexpr, SIDE: tl.constexpr):
+    """Both windows, and the gradient of their mean; first, second: where they begin."""
+    a = tl.load(first + k, mask=there, other=0.0)
+    b = tl.load(second + k, mask=there, other=0.0)
+    mean0, scale0 = _normaliser(a, there, FLAT, SIDE * SIDE)
+    mean1, scale1 = _normaliser(b, there, FLAT, SIDE * SIDE)
+    x = k % SIDE
+    y = k // SIDE
+    left = y * SIDE + tl.maximum(x - 1, 0)
+    right = y * SIDE + tl.minimum(x + 1, SIDE - 1)
+    above = tl.maximum(y - 1, 0) * SIDE + x
+    below = tl.minimum(y + 1, SIDE - 1) * SIDE + x
+    # The means go out of a difference.
+    gx = scale0 * (tl.load(first + right, mask=there) - tl.load(first + left, mask=there))
+    gx += scale1 * (tl.load(second + right, mask=there) - tl.load(second + left, mask=there))
+    gy = scale0 * (tl.load(first + below, mask=there) - tl.load(first + above, mask=there))
+    gy += scale1 * (tl.load(second + below, mask=there) - tl.load(second + above, mask=there))
+    return (a - mean0) * scale0, (b - mean1) * scale1, gx / 4, gy / 4
+
+
+@triton.jit
+def _compare(
+    first, second, out, FLAT: tl.constexpr, SIDE: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    there = k < SIDE * SIDE
+    at = row * SIDE * SIDE
+    a, b, gx, gy = _compared(first + at, second + at, there, k, FLAT, SIDE)
+    d = b - a
+    to = out + (at + k) * CHANNELS
+    kind = out.dtype.element_ty
+    tl.store(to, a.to(kind), mask=there)
+    tl.store(to + 1, b.to(kind), mask=there)
+    tl.store(to + 2, d.to(kind), mask=there)
+    tl.store(to + 3, gx.to(kind), mask=there)
+    tl.store(to + 4, gy.to(kind), mask=there)
+    tl.store(to + 5, (gx * d).to(kind), mask=there)
+    tl.store(to + 6, (gy * d).to(kind), mask=there)
+    tl.store(to + 7, (gx * gx).to(kind), mask=there)
+    tl.store(to + 8, (gy * gy).to(kind), mask=there)
+    tl.store(to + 9, (gx * gy).to(kind), mask=there)
+    for channel in tl.static_range(10, CHANNELS):
+        tl.store(to + channel, (0.0 * a).to(kind), mask=there)
+
+
+def compare(first: Tensor, second: Tensor, flat: float, channels: int, dtype: torch.dtype) -> Tensor:
+    """n channels w w, channels last; those after the tenth are 0."""
+    n, side, _ = first.shape
+    out = torch.empty((n, side, side, channels), dtype=dtype, device=first.device)
+    if n:
+        with torch.cuda.device(first.device):
+            _compare[(n,)](
+                first, second, out,
+                FLAT=flat, SIDE=side, CHANNELS=channels, BLOCK=triton.next_power_of_2(side * side),
+            )  # fmt: skip
+    return out.permute(0, 3, 1, 2)
+
+
+@triton.jit
+def _solve(
+    first, second, logit, out, FLAT: tl.constexpr, STD: tl.constexpr, DAMPING: tl.constexpr,
+    SIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    there = k < SIDE * SIDE
+    at = row * SIDE * SIDE
+    a, b, gx, gy = _compared(first + at, second + at, there, k, FLAT, SIDE)
+    x = (k % SIDE - SIDE // 2).to(tl.float32)
+    y = (k // SIDE - SIDE // 2).to(tl.float32)
+    told = tl.load(logit + at + k, mask=there, other=0.0).to(tl.float32)
+    weight = tl.exp(tl.minimum(tl.maximum(told, -8.0), 8.0) - (x * x + y * y) / (2 * STD * STD))
+    weight = tl.where(there, weight, 0.0)
+    weight = weight / tl.sum(weight, axis=0)
+    d = b - a
+    gx = tl.where(there, gx, 0.0)
+    gy = tl.where(there, gy, 0.0)
+    xd = tl.sum(weight * gx * d, axis=0)
+    yd = tl.sum(weight * gy * d, axis=0)
+    xx = tl.sum(weight * gx * gx, axis=0) + DAMPING
+    yy = tl.sum(weight * gy * gy, axis=0) + DAMPING
+    xy = tl.sum(weight * gx * gy, axis=0)
+    det = xx * yy - xy * xy
+    tl.store(out + 2 * row, (xy * yd - yy * xd) / det)
+    tl.store(out + 2 * row + 1, (xy * xd - xx * yd) / det)
+
+
+def solve(first: Tensor, second: Tensor, logit: Tensor, flat: float, std: float, damping: float) -> Tensor:
+    """logit: n w*w. n 2."""
+    n, side, _ = first.shape
+    out = torch.empty((n, 2), device=first.device)
+    if n:
+        with torch.cuda.device(first.device):
+            _solve[(n,)](
+                first, second, logit.contiguous(), out, FLAT=flat, STD=std, DAMPING=damping, SIDE=side,
+                BLOCK=triton.next_power_of_2(side * side),
+            )  # fmt: skip
+    return out
+
+
+@triton.jit
 def _activate(x, bias, residual, slope, n, C: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < n
@@ -209,13 +321,13 @@ def attend_windows(query: Tensor, value: Tensor) -> Tensor:
 
 
 @triton.jit
-def _row_sums(s, out, m, BLOCK: tl.constexpr):
+def _row_sums(s, out, scale, m, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, m, BLOCK):
-        value = tl.load(s + row * m + start + k, mask=start + k < m, other=float("-inf"))
+        value = scale * tl.load(s + row * m + start + k, mask=start + k < m, other=float("-inf"))
         higher = tl.maximum(highest, value)
         # A lane that has seen nothing yet must not take -inf from -inf.
         safe = tl.where(higher == float("-inf"), 0.0, higher)
@@ -226,7 +338,7 @@ def _row_sums(s, out, m, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _column_sums(s, highest_out, total_out, n, m, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _column_sums(s, highest_out, total_out, scale, n, m, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = column < m
     first = tl.program_id(1) * ROWS
@@ -235,6 +347,7 @@ def _column_sums(s, highest_out, total_out, n, m, ROWS: tl.constexpr, BLOCK: tl.
     for i in range(ROWS):
         row = first + i + tl.zeros((BLOCK,), tl.int32)
         value = tl.load(s + row.to(tl.int64) * m + column, mask=there & (row < n), other=float("-inf"))
+        value = scale * value
         higher = tl.maximum(highest, value)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(highest - safe) + tl.exp(value - safe)
@@ -244,25 +357,25 @@ def _column_sums(s, highest_out, total_out, n, m, ROWS: tl.constexpr, BLOCK: tl.
     tl.store(total_out + to, total, mask=there)
 
 
-def log_sum_exp(s: Tensor) -> tuple[Tensor, Tensor]:
+def log_sum_exp(s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     n, m = s.shape
     rows, parts = torch.empty(n, device=s.device), triton.cdiv(n, ROWS)
     highest, total = torch.empty((2, parts, m), device=s.device)
     with torch.cuda.device(s.device):
-        _row_sums[(n,)](s, rows, m, BLOCK=1024)
-        _column_sums[(triton.cdiv(m, 128), parts)](s, highest, total, n, m, ROWS=ROWS, BLOCK=128)
+        _row_sums[(n,)](s, rows, scale, m, BLOCK=1024)
+        _column_sums[(triton.cdiv(m, 128), parts)](s, highest, total, scale, n, m, ROWS=ROWS, BLOCK=128)
     return rows, (highest + total.log()).logsumexp(dim=0)
 
 
 @triton.jit
-def _row_best(s, rows, columns, best_out, arg_out, m, BLOCK: tl.constexpr):
+def _row_best(s, rows, columns, best_out, arg_out, scale, m, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     where = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, m, BLOCK):
         there = start + k < m
-        value = 2 * tl.load(s + row * m + start + k, mask=there, other=float("-inf"))
+        value = 2 * scale * tl.load(s + row * m + start + k, mask=there, other=float("-inf"))
         value += tl.load(columns + start + k, mask=there, other=0.0)
         better = value > best
         best = tl.where(better, value, best)
@@ -275,7 +388,7 @@ def _row_best(s, rows, columns, best_out, arg_out, m, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _column_best(s, rows, columns, best_out, arg_out, n, m, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _column_best(s, rows, columns, best_out, arg_out, scale, n, m, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = column < m
     first = tl.program_id(1) * ROWS
@@ -283,7 +396,8 @@ def _column_best(s, rows, columns, best_out, arg_out, n, m, ROWS: tl.constexpr, 
     where = tl.zeros((BLOCK,), tl.int32)
     for i in range(ROWS):
         row = first + i + tl.zeros((BLOCK,), tl.int32)
-        value = 2 * tl.load(s + row.to(tl.int64) * m + column, mask=there & (row < n), other=float("-inf"))
+        value = tl.load(s + row.to(tl.int64) * m + column, mask=there & (row < n), other=float("-inf"))
+        value = 2 * scale * value
         value += tl.load(rows + row, mask=row < n, other=0.0)
         better = value > best
         best = tl.where(better, value, best)
@@ -294,14 +408,86 @@ def _column_best(s, rows, columns, best_out, arg_out, n, m, ROWS: tl.constexpr, 
     tl.store(arg_out + to, where.to(tl.int64), mask=there)
 
 
-def best_of(s: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def best_of(s: Tensor, rows: Tensor, columns: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, m = s.shape
     parts = triton.cdiv(n, ROWS)
     row_best, row_arg = torch.empty(n, device=s.device), torch.empty(n, dtype=torch.int64, device=s.device)
     best = torch.empty((parts, m), device=s.device)
     arg = torch.empty((parts, m), dtype=torch.int64, device=s.device)
     with torch.cuda.device(s.device):
-        _row_best[(n,)](s, rows, columns, row_best, row_arg, m, BLOCK=1024)
-        _column_best[(triton.cdiv(m, 128), parts)](s, rows, columns, best, arg, n, m, ROWS=ROWS, BLOCK=128)
+        _row_best[(n,)](s, rows, columns, row_best, row_arg, scale, m, BLOCK=1024)
+        _column_best[(triton.cdiv(m, 128), parts)](
+            s, rows, columns, best, arg, scale, n, m, ROWS=ROWS, BLOCK=128
+        )
     column_best, part = best.max(dim=0)
     return row_best, row_arg, column_best, arg.gather(0, part[None])[0]
+
+
+@triton.jit
+def _attend_segments(
+    query, key, value, out, ends, key_ends, scale, q_row, k_row, v_row, half,
+    H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    segment = tl.program_id(2)
+    head = tl.program_id(1)
+    q0 = tl.load(ends + segment - 1, mask=segment > 0, other=0)
+    q_end = tl.load(ends + segment)
+    row = q0 + tl.program_id(0) * BM + tl.arange(0, BM)
+    if q0 + tl.program_id(0) * BM >= q_end:
+        return
+    seen = tl.where(segment < half, segment + half, segment - half)
+    if half == 0:
+        seen = segment
+    k0 = tl.load(key_ends + seen - 1, mask=seen > 0, other=0)
+    count = (tl.load(key_ends + seen) - k0).to(tl.int32)
+    d = tl.arange(0, D)
+    n = tl.arange(0, BN)
+    q = tl.load(query + row[:, None] * q_row + head * D + d[None, :], mask=row[:, None] < q_end, other=0.0)
+    at_k = key + (k0 + n)[None, :] * k_row + head * D + d[:, None]
+    at_v = value + (k0 + n)[:, None] * v_row + head * D + d[None, :]
+    highest = tl.full((BM,), -1e30, tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    message = tl.zeros((BM, D), tl.float32)
+    whole = count // BN * BN
+    for _ in range(0, whole, BN):
+        s = tl.dot(q, tl.load(at_k))
+        v = tl.load(at_v)
+        at_k += BN * k_row
+        at_v += BN * v_row
+        higher = tl.maximum(highest, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - higher[:, None])
+        fading = tl.exp2(highest - higher)
+        total = total * fading + tl.sum(p, 1)
+        message = tl.dot(p.to(q.dtype), v, message * fading[:, None])
+        highest = higher
+    if whole < count:
+        there = whole + n < count
+        s = tl.dot(q, tl.load(at_k, mask=there[None, :], other=0.0)) * scale
+        s = tl.where(there[None, :], s, -1e30)
+        v = tl.load(at_v, mask=there[:, None], other=0.0)
+        higher = tl.maximum(highest, tl.max(s, 1))
+        p = tl.where(there[None, :], tl.exp2(s - higher[:, None]), 0.0)
+        fading = tl.exp2(highest - higher)
+        total = total * fading + tl.sum(p, 1)
+        message = tl.dot(p.to(q.dtype), v, message * fading[:, None])
+    message = message / tl.maximum(total, 1e-30)[:, None]
+    to = out + (row[:, None] * H + head) * D + d[None, :]
+    tl.store(to, message.to(out.dtype.element_ty), mask=row[:, None] < q_end)
+
+
+def attend_segments(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, crossed: bool, most: int
+) -> Tensor:
+    """Heads of 32 channels, for which other kernels are not made: FlashAttention 2 computes 64."""
+    n, heads, dim = query.shape
+    out = torch.empty((n, heads, dim), dtype=query.dtype, device=query.device)
+    if n == 0:
+        return out
+    segments, block = len(ends), 64  # the fastest of 28 settings on an H200, for all lengths
+    with torch.cuda.device(query.device):
+        _attend_segments[(triton.cdiv(most, block), heads, segments)](
+            query, key, value, out, ends, key_ends, dim**-0.5 / math.log(2),
+            query.stride(0), key.stride(0), value.stride(0), segments // 2 if crossed else 0,
+            H=heads, D=dim, BM=block, BN=64, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return out

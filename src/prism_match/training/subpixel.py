@@ -131,7 +131,7 @@ def examples_of(batches: Sequence[PairBatch], cells: int) -> Examples:
     cell = cell[chosen]
     centres = cell_centres(image0.shape[-2], image0.shape[-1], warp.device).view(-1, 2)
     return Examples(
-        Pyramid(image0[:, 0]), Pyramid(image1[:, 0]), pair, centres[cell],
+        Pyramid.of(image0[:, 0]), Pyramid.of(image1[:, 0]), pair, centres[cell],
         warp.flatten(1, 2)[pair, cell], stretch.flatten(1, 2)[pair, cell],
         scale.flatten(1)[pair, cell].clamp(min=1.0),
     )  # fmt: skip

@@ -1,0 +1,114 @@
+"""Work that is always the same for tensors of the same shapes, recorded as CUDA graphs.
+
+On a GPU a pair of small photos is a few milliseconds of work in hundreds of kernels, and Python takes longer
+to ask for them than the GPU to run them. What was asked for a few times with the same shapes is recorded and
+from then on asked for at once."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 2  # calls before something is recorded: what is seen once or twice is not worth it
+MOST = 128  # recordings kept, those used last
+
+Work = Callable[..., tuple[Any, ...]]  # tensors in; tensors out, or None where there is nothing
+
+
+@dataclass
+class Recording:
+    calls: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+    work: Work | None = None  # what it reads besides its input must not be freed
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor | None, ...] = ()
+
+
+@dataclass
+class Recorder:
+    """Runs work on a GPU, as it is or as recorded. All recordings share their memory: one runs at a time."""
+
+    enabled: bool = True
+    recordings: OrderedDict[Hashable, Recording] = field(default_factory=OrderedDict)
+    buffers: dict[tuple, Tensor] = field(default_factory=dict)
+    pool: Any = None
+    done: torch.cuda.Event | None = None  # the last one that ran, in whatever stream
+    lock: Lock = field(default_factory=Lock)
+
+    def __call__(self, name: Hashable, work: Work, *inputs: Tensor) -> tuple[Any, ...]:
+        """What work(*inputs) gives. It must not wait for the GPU, may change its inputs, and has to do the
+        same whenever name and shapes are the same."""
+        if not (self.enabled and inputs[0].is_cuda):
+            return work(*inputs)
+        key = (name, tuple((x.shape, x.dtype) for x in inputs), inputs[0].device)
+        with self.lock, torch.cuda.device(inputs[0].device):
+            recording = self.recordings.pop(key, None) or Recording()
+            self.recordings[key] = recording
+            while len(self.recordings) > MOST:
+                self.recordings.popitem(last=False)
+            recording.calls += 1
+            if recording.graph is None and recording.calls > PATIENCE:
+                self.record(recording, work, inputs)
+            return work(*inputs) if recording.graph is None else self.replay(recording, inputs)
+
+    def replay(self, recording: Recording, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        assert recording.graph is not None and self.done is not None
+        self.done.wait()
+        for buffer, given in zip(recording.inputs, inputs, strict=True):
+            buffer.copy_(given)
+        recording.graph.replay()
+        results = tuple(None if x is None else x.clone() for x in recording.outputs)
+        self.done.record()
+        return results
+
+    def record(self, recording: Recording, work: Work, inputs: tuple[Tensor, ...]) -> None:
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        try:
+            buffers = tuple(self.buffer("in", n, x) for n, x in enumerate(inputs))
+            results = work(*(x.clone() for x in inputs))
+            outputs = tuple(None if x is None else self.buffer("out", n, x) for n, x in enumerate(results))
+            del results
+            torch.cuda.synchronize()
+            with torch.cuda.stream(side):
+                graph.capture_begin(*(() if self.pool is None else (self.pool,)))
+                try:
+                    for to, result in zip(outputs, work(*buffers), strict=True):
+                        if to is not None:
+                            to.copy_(result)
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:  # whatever the driver cannot record
+            log.warning("matching goes on without CUDA graphs: %s", str(error).strip().splitlines()[0])
+            self.enabled = False
+            return
+        self.pool = graph.pool()
+        self.done = self.done or torch.cuda.Event()
+        recording.graph, recording.work = graph, work
+        recording.inputs, recording.outputs = buffers, outputs
+
+    def buffer(self, kind: str, n: int, like: Tensor) -> Tensor:
+        """One for all recordings that need such a one. In place, inference mode allows only what was made
+        outside of it everywhere."""
+        key = (kind, n, like.shape, like.stride(), like.dtype, like.device)
+        if key not in self.buffers:
+            with torch.inference_mode(False):
+                self.buffers[key] = torch.empty_like(like)
+        return self.buffers[key]
+
+
+def round_count(count: int) -> int:
+    """At least as many, out of few numbers, so that the same work can be recorded for many pairs; and since a
+    library of convolutions keeps a program for every number that it has not seen yet, and what it keeps
+    between large tensors holds their memory for good."""
+    step = 16 if count <= 256 else 64 if count <= 1024 else 256
+    return -(-count // step) * step
