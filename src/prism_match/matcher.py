@@ -130,7 +130,8 @@ class PairMatcher:
             at_once = self.images_at_once(group[0][1].gray.size)
             for start in range(0, len(group), at_once):
                 some = group[start : start + at_once]
-                gray = torch.from_numpy(np.stack([p.gray for _, p in some])).to(self.device)
+                each = [torch.from_numpy(np.ascontiguousarray(p.gray)).to(self.device) for _, p in some]
+                gray = each[0][None] if len(each) == 1 else torch.stack(each)
                 for (n, p), f, image in zip(some, self._extract(gray), gray, strict=True):
                     pyramid = p.pyramid(self.device, image, self.recorder) if self.polish else None
                     results[n] = ImageFeatures(p, f, pyramid)

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism_match.model.kernels import has_kernels, triton_kernels
+from prism_match.model.kernels import convolve, has_kernels, triton_kernels
 from prism_match.model.recorder import Recorder, round_count
 
 RADIUS = 8  # of the window, in its own pixels
@@ -37,7 +37,7 @@ LEVELS = 4  # of an image's pyramid: changes of scale up to eight are sampled wi
 CLOSE = 1.5  # times the size that was matched: what polishing may begin at
 ROUNDS = 2
 CHANNELS = 10  # that `comparison` makes of two windows
-AT_ONCE = 4096  # matches
+AT_ONCE = 2048  # matches
 
 
 class Subpixel(nn.Module):
@@ -46,9 +46,9 @@ class Subpixel(nn.Module):
     def __init__(self, width: int = 32):
         super().__init__()
         self.channels = CHANNELS  # of what the first convolution takes; those after these are 0
-        self.whole = nn.Sequential(_conv(CHANNELS, width), _conv(width, width))
-        self.halved = nn.Sequential(_conv(width, 2 * width, stride=2), _conv(2 * width, 2 * width))
-        self.quartered = _conv(2 * width, 2 * width, stride=2)
+        self.whole = nn.Sequential(ConvGELU(CHANNELS, width), ConvGELU(width, width))
+        self.halved = nn.Sequential(ConvGELU(width, 2 * width, stride=2), ConvGELU(2 * width, 2 * width))
+        self.quartered = ConvGELU(2 * width, 2 * width, stride=2)
         self.weight = nn.ModuleList([nn.Conv2d(dim, 1, 1) for dim in (width, 2 * width, 2 * width)])
         last = nn.Linear(4 * width, 3)
         seen = 2 * width * (-(-SIDE // 4)) ** 2
@@ -97,8 +97,12 @@ def enlarging(side: int) -> Tensor:
     return F.interpolate(each, (SIDE, SIDE), mode="bilinear", align_corners=False).flatten(1)
 
 
-def _conv(dim_in: int, dim_out: int, stride: int = 1) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(dim_in, dim_out, 3, stride, padding=1), nn.GELU())
+class ConvGELU(nn.Sequential):
+    def __init__(self, dim_in: int, dim_out: int, stride: int = 1):
+        super().__init__(nn.Conv2d(dim_in, dim_out, 3, stride, padding=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return convolve(x, self[0], gelu=True)  # type: ignore[arg-type]
 
 
 def comparison(first: Tensor, second: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from prism_match.files import atomic_path
 from prism_match.images import load_image, resize
 from prism_match.matcher import DTYPES, find_device
 from prism_match.model.prism import Features
+from prism_match.model.recorder import PATIENCE
 from prism_match.stages import STAGES, Stopwatch
 
 SIZES = (640, 832, 1152, 1600)
@@ -72,7 +73,9 @@ class Row:
     milliseconds: float | None = None  # the median; None: it could not be run
     milliseconds_95: float | None = None  # the 95th percentile
     repeats: int = 0
-    memory_mib: float | None = None  # the peak above what was held before, such as weights; None: a CPU
+    memory_mib: float | None = (
+        None  # taken of a GPU, above what was held before, such as weights; None: a CPU
+    )
     pairs_per_second: float | None = None
     matches: int | None = None
     kept_cells: tuple[int, int] | None = None  # of either image, after the last MPM
@@ -247,11 +250,13 @@ def race(
         for c in contenders
     ]
     times: dict[int, list[float]] = {n: [] for n in range(len(contenders))}
-    for turn in range(1 + repeats):
+    for turn in range(2 + repeats):
         for n in list(times):
             try:
                 if turn == 0:
-                    rows[n] = warm_up(contenders[n], rows[n], device)
+                    rows[n] = tried(contenders[n], rows[n], matcher)
+                elif turn == 1:  # what others did meanwhile may have put it out of reach
+                    warm_up(contenders[n].run, device, again=True)
                 else:
                     times[n].append(timed(contenders[n].run, device))
             except (RuntimeError, MemoryError, TypeError, ValueError) as error:
@@ -271,14 +276,18 @@ def race(
     return [replace(row, kept_cells=kept) if row.method == OURS else row for row in rows]
 
 
-def warm_up(contender: Contender, row: Row, device: torch.device) -> Row:
+def tried(contender: Contender, row: Row, matcher: Matcher) -> Row:
     """With what need not be timed."""
+    device = matcher.device
     if device.type == "cpu" and contender.bytes > free_memory():
         raise MemoryError(f"needs {contender.bytes / 2**30:.1f} GiB")
-    matches = 0
-    for _ in range(3 if device.type == "cuda" else 1):
-        matches = len(contender.run())
-    return replace(row, memory_mib=peak_mib(contender.run, device), matches=matches)
+    memory = held_mib(lambda: warm_up(contender.run, device), matcher)
+    return replace(row, memory_mib=memory, matches=len(contender.run()))
+
+
+def warm_up(run: Run, device: torch.device, again: bool = False) -> None:
+    for _ in range(PATIENCE + 2 if device.type == "cuda" else int(not again)):
+        run()
 
 
 def timed(run: Run, device: torch.device) -> float:
@@ -295,16 +304,20 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak_mib(run: Run, device: torch.device) -> float | None:
-    """Above what is held before. None: a CPU, on which nobody counts."""
+def held_mib(run: Run, matcher: Matcher) -> float | None:
+    """What this process takes of the GPU while it runs, above what it has before; what is kept for later
+    calls counts too. None: a CPU, on which nobody counts."""
+    device = matcher.device
     if device.type != "cuda":
         return None
+    matcher.recorder.clear()
     wait_for(device)
-    before = torch.cuda.memory_allocated(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()
     wait_for(device)
-    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    return (torch.cuda.max_memory_reserved(device) - before) / 2**20
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -344,7 +357,7 @@ def many(matcher: Matcher, images: Sequence[np.ndarray], pairs: list[tuple[Path,
         milliseconds = timed(run, matcher.device) / len(pairs)
         return replace(
             row, milliseconds=milliseconds, repeats=len(pairs), pairs_per_second=1000 / milliseconds,
-            memory_mib=peak_mib(run, matcher.device), matches=round(float(np.mean(found))),
+            memory_mib=held_mib(run, matcher), matches=round(float(np.mean(found))),
         )  # fmt: skip
     except RuntimeError as error:
         if not is_out_of_memory(error):

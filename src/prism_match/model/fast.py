@@ -30,7 +30,14 @@ from prism_match.config import ModelConfig
 from prism_match.model.ablations import absolute_encoding
 from prism_match.model.attention import SADPA
 from prism_match.model.backbone import ConvNorm, ResidualBlock, ResNetFPN, Smooth
-from prism_match.model.kernels import attend_segments, attend_windows, attends_segments, convolve, rotate
+from prism_match.model.kernels import (
+    attend_segments,
+    attend_windows,
+    attends_segments,
+    convolve,
+    feed_forward,
+    rotate,
+)
 from prism_match.model.matching import away_from_border, mutual_partners
 from prism_match.model.mpm import MPM
 from prism_match.model.packing import Kept, Layout, Room, Shape, spared
@@ -39,7 +46,6 @@ from prism_match.model.prism import (
     ATTENTION_KERNELS,
     CELL,
     PRISM,
-    REFINED_AT_ONCE,
     STRIDE,
     Features,
     PairMatches,
@@ -53,6 +59,8 @@ from prism_match.model.tokens import map_extent
 from prism_match.stages import stage
 
 SLOPE = 0.01  # of `F.leaky_relu`
+RECORDED = 2**20  # pixels of images that the backbone sees together: more keep a GPU busy as they are
+REFINED_AT_ONCE = 2048  # matches
 LAYOUT_CELLS = 2**20  # of the maps seen last, whose tables are kept: about 64 MiB
 
 
@@ -98,7 +106,8 @@ class FastPRISM:
     def extract(self, image: Tensor) -> Features:
         """image: b 1|3 h w in [0, 1], any size, without padding."""
         with stage("backbone"):
-            return Features(*self.recorder("backbone", self.seen, image))
+            small = image.numel() <= RECORDED * image.shape[1]
+            return Features(*(self.recorder("backbone", self.seen, image) if small else self.seen(image)))
 
     def seen(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What `Features` holds."""
@@ -312,7 +321,7 @@ class FastSADPA:
                 None if lengths is None else (lengths[-1], lengths[level]),
             )  # fmt: skip
             messages.append(message.flatten(1))
-        updated = tokens + self.ffn(torch.cat([tokens, *messages], dim=-1))
+        updated = tokens + feed_forward(self.ffn, torch.cat([tokens, *messages], dim=-1))
         table.index_copy_(0, taken.rows[-1], updated)
         return updated
 
@@ -341,15 +350,17 @@ class FastRefinement:
         both = self.of_window(torch.cat([window0, window1])) + self.of_cell(coarse)[:, None]  # 2m w*w c
         (to_heads, ffn), (to_heads1, ffn1) = self.layers
         query, value = self.split(to_heads(both))
-        both = both + ffn(torch.cat([both, attend_windows(query, value).flatten(2)], dim=-1))
+        both = both + feed_forward(ffn, torch.cat([both, attend_windows(query, value).flatten(2)], dim=-1))
         query, value = self.split(to_heads1(both))
         (first, second), (query0, query1), (value0, value1) = (
             x.tensor_split(2) for x in (both, query, value)
         )
-        second = second + ffn1(torch.cat([second, attend_windows(query1, value0).flatten(2)], dim=-1))
+        message = attend_windows(query1, value0).flatten(2)
+        second = second + feed_forward(ffn1, torch.cat([second, message], dim=-1))
         # The heat map asks for nothing of the first window but its middle.
         first, query0 = first[:, middle : middle + 1], query0[:, middle : middle + 1]
-        first = first + ffn1(torch.cat([first, attend_windows(query0, value1).flatten(2)], dim=-1))
+        message = attend_windows(query0, value1).flatten(2)
+        first = first + feed_forward(ffn1, torch.cat([first, message], dim=-1))
         return self.heat(first[:, 0], second.unflatten(1, (self.window, self.window)))
 
     def cut(self, fine: Tensor, place: Tensor, shape: Shape) -> Tensor:

@@ -64,6 +64,11 @@ def failed_trials(device: torch.device) -> list[str]:
             lambda y, bias, more: F.relu(y + bias.view(-1, 1, 1) + more),
             (x, draw(16), draw(1, 16, 5, 6)),
         ),
+        (
+            "norm_gelu",
+            lambda y, weight, bias, eps: F.gelu(F.layer_norm(y, y.shape[1:], weight, bias, eps)),
+            (draw(7, 64), draw(64), draw(64), 1e-5),
+        ),
         ("attend_windows", attend_windows, (draw(3, 25, 2, 32), draw(3, 25, 2, 32))),
         ("log_sum_exp", log_sum_exp, (10 * draw(300, 70), 0.5)),
         ("best_of", best_of, (10 * draw(300, 70), draw(300), draw(70), 0.5)),
@@ -105,13 +110,28 @@ def add_upsampled(x: Tensor, low: Tensor) -> Tensor:
     return x + up[..., : x.shape[2], : x.shape[3]]
 
 
-def convolve(x: Tensor, conv: nn.Conv2d, residual: Tensor | None = None, slope: float = 0.0) -> Tensor:
-    """ReLU, below zero of that slope, of the convolution of x (b c h w) and a residual."""
-    if has_kernels(x):  # PyTorch adds a bias in a pass of its own, and so what comes after it
+def convolve(
+    x: Tensor, conv: nn.Conv2d, residual: Tensor | None = None, slope: float = 0.0, gelu: bool = False
+) -> Tensor:
+    """ReLU, below zero of that slope, or GELU, of the convolution of x (b c h w) and a residual."""
+    # PyTorch adds a bias in a pass of its own, and so what comes after it.
+    if not torch.is_grad_enabled() and has_kernels(x):
         y = F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
-        return triton_kernels.activate(y, conv.bias, residual, slope)  # type: ignore[arg-type]
+        return triton_kernels.activate(y, conv.bias, residual, slope, gelu)  # type: ignore[arg-type]
     y = conv(x) if residual is None else conv(x) + residual
+    if gelu:
+        return F.gelu(y)
     return F.leaky_relu(y, slope) if slope else F.relu(y)
+
+
+def feed_forward(layers: nn.Sequential, x: Tensor) -> Tensor:
+    """`attention.feed_forward` of x (... c)."""
+    widen, norm, _, narrow = layers
+    hidden = widen(x)
+    if has_kernels(hidden) and is_power_of_two(hidden.shape[-1]):
+        flat = hidden.flatten(0, -2)
+        return narrow(triton_kernels.norm_gelu(flat, norm.weight, norm.bias, norm.eps).view_as(hidden))  # type: ignore[arg-type]
+    return narrow(F.gelu(norm(hidden)))
 
 
 def attend_windows(query: Tensor, value: Tensor) -> Tensor:

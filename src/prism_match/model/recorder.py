@@ -75,15 +75,15 @@ class Recorder:
         torch.cuda.synchronize()
         try:
             buffers = tuple(self.buffer("in", n, x) for n, x in enumerate(inputs))
-            results = work(*(x.clone() for x in inputs))
-            outputs = tuple(None if x is None else self.buffer("out", n, x) for n, x in enumerate(results))
-            del results
+            given = [x.clone() for x in inputs]
+            outputs = tuple(self.place(n, x, given, buffers) for n, x in enumerate(work(*given)))
+            del given
             torch.cuda.synchronize()
             with torch.cuda.stream(side):
                 graph.capture_begin(*(() if self.pool is None else (self.pool,)))
                 try:
                     for to, result in zip(outputs, work(*buffers), strict=True):
-                        if to is not None:
+                        if to is not None and to is not result:
                             to.copy_(result)
                 finally:
                     graph.capture_end()
@@ -95,6 +95,22 @@ class Recorder:
         self.done = self.done or torch.cuda.Event()
         recording.graph, recording.work = graph, work
         recording.inputs, recording.outputs = buffers, outputs
+
+    def clear(self) -> None:
+        """Forgets all of them, and frees their memory."""
+        with self.lock:
+            self.recordings.clear()
+            self.buffers.clear()
+            self.pool = None
+
+    def place(
+        self, n: int, result: Tensor | None, given: list[Tensor], buffers: tuple[Tensor, ...]
+    ) -> Tensor | None:
+        """Where a result of the work is left: in the place of what was given, if it is that."""
+        for x, buffer in zip(given, buffers, strict=True):
+            if result is x:
+                return buffer
+        return None if result is None else self.buffer("out", n, result)
 
     def buffer(self, kind: str, n: int, like: Tensor) -> Tensor:
         """One for all recordings that need such a one. In place, inference mode allows only what was made

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 256  # of a matrix, that one program goes through for its columns
+ROWS, TILE = 256, 16  # of a matrix, that one program goes through for its columns, so many at a time
 
 
 @triton.jit
@@ -184,21 +184,16 @@ def _compare(
     there = k < SIDE * SIDE
     at = row * SIDE * SIDE
     a, b, gx, gy = _compared(first + at, second + at, there, k, FLAT, SIDE)
-    d = b - a
-    to = out + (at + k) * CHANNELS
-    kind = out.dtype.element_ty
-    tl.store(to, a.to(kind), mask=there)
-    tl.store(to + 1, b.to(kind), mask=there)
-    tl.store(to + 2, d.to(kind), mask=there)
-    tl.store(to + 3, gx.to(kind), mask=there)
-    tl.store(to + 4, gy.to(kind), mask=there)
-    tl.store(to + 5, (gx * d).to(kind), mask=there)
-    tl.store(to + 6, (gy * d).to(kind), mask=there)
-    tl.store(to + 7, (gx * gx).to(kind), mask=there)
-    tl.store(to + 8, (gy * gy).to(kind), mask=there)
-    tl.store(to + 9, (gx * gy).to(kind), mask=there)
-    for channel in tl.static_range(10, CHANNELS):
-        tl.store(to + channel, (0.0 * a).to(kind), mask=there)
+    d = (b - a)[:, None]
+    gx = gx[:, None]
+    gy = gy[:, None]
+    c = tl.arange(0, CHANNELS)[None, :]
+    value = tl.where(c == 0, a[:, None], tl.where(c == 1, b[:, None], tl.where(c == 2, d, 0.0)))
+    value = tl.where(c == 3, gx, tl.where(c == 4, gy, value))
+    value = tl.where(c == 5, gx * d, tl.where(c == 6, gy * d, value))
+    value = tl.where(c == 7, gx * gx, tl.where(c == 8, gy * gy, tl.where(c == 9, gx * gy, value)))
+    to = out + (at + k[:, None]) * CHANNELS + c
+    tl.store(to, value.to(out.dtype.element_ty), mask=there[:, None])
 
 
 def compare(first: Tensor, second: Tensor, flat: float, channels: int, dtype: torch.dtype) -> Tensor:
@@ -257,18 +252,28 @@ def solve(first: Tensor, second: Tensor, logit: Tensor, flat: float, std: float,
 
 
 @triton.jit
-def _activate(x, bias, residual, slope, n, C: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+def _gelu(x):
+    return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _activate(
+    x, bias, residual, slope, n,
+    C: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < n
     value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
     value += tl.load(bias + at % C, mask=there, other=0.0).to(tl.float32)
     if RESIDUAL:
         value += tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
-    value = tl.where(value > 0, value, slope * value)
+    value = _gelu(value) if GELU else tl.where(value > 0, value, slope * value)
     tl.store(x + at, value.to(x.dtype.element_ty), mask=there)
 
 
-def activate(x: Tensor, bias: Tensor, residual: Tensor | None = None, slope: float = 0.0) -> Tensor:
+def activate(
+    x: Tensor, bias: Tensor, residual: Tensor | None = None, slope: float = 0.0, gelu: bool = False
+) -> Tensor:
     """In the place of x."""
     x = x.contiguous(memory_format=torch.channels_last)
     if residual is not None:
@@ -277,7 +282,7 @@ def activate(x: Tensor, bias: Tensor, residual: Tensor | None = None, slope: flo
     with torch.cuda.device(x.device):
         _activate[(triton.cdiv(x.numel(), block),)](
             x, bias, x if residual is None else residual, slope, x.numel(),
-            C=x.shape[1], RESIDUAL=residual is not None, BLOCK=block,
+            C=x.shape[1], RESIDUAL=residual is not None, GELU=gelu, BLOCK=block,
         )  # fmt: skip
     return x
 
@@ -338,19 +343,21 @@ def _row_sums(s, out, scale, m, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _column_sums(s, highest_out, total_out, scale, n, m, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _column_sums(
+    s, highest_out, total_out, scale, n, m, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
+):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = column < m
     first = tl.program_id(1) * ROWS
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
-    for i in range(ROWS):
-        row = first + i + tl.zeros((BLOCK,), tl.int32)
-        value = tl.load(s + row.to(tl.int64) * m + column, mask=there & (row < n), other=float("-inf"))
-        value = scale * value
-        higher = tl.maximum(highest, value)
+    for start in range(0, ROWS, TILE):
+        row = (first + start + tl.arange(0, TILE)).to(tl.int64)
+        inside = there[None, :] & (row < n)[:, None]
+        value = scale * tl.load(s + row[:, None] * m + column[None, :], mask=inside, other=float("-inf"))
+        higher = tl.maximum(highest, tl.max(value, axis=0))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(highest - safe) + tl.exp(value - safe)
+        total = total * tl.exp(highest - safe) + tl.sum(tl.exp(value - safe[None, :]), axis=0)
         highest = higher
     to = tl.program_id(1) * m + column
     tl.store(highest_out + to, highest, mask=there)
@@ -363,7 +370,9 @@ def log_sum_exp(s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     highest, total = torch.empty((2, parts, m), device=s.device)
     with torch.cuda.device(s.device):
         _row_sums[(n,)](s, rows, scale, m, BLOCK=1024)
-        _column_sums[(triton.cdiv(m, 128), parts)](s, highest, total, scale, n, m, ROWS=ROWS, BLOCK=128)
+        _column_sums[(triton.cdiv(m, 128), parts)](
+            s, highest, total, scale, n, m, ROWS=ROWS, TILE=TILE, BLOCK=128
+        )
     return rows, (highest + total.log()).logsumexp(dim=0)
 
 
@@ -388,20 +397,25 @@ def _row_best(s, rows, columns, best_out, arg_out, scale, m, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _column_best(s, rows, columns, best_out, arg_out, scale, n, m, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _column_best(
+    s, rows, columns, best_out, arg_out, scale, n, m,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = column < m
     first = tl.program_id(1) * ROWS
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     where = tl.zeros((BLOCK,), tl.int32)
-    for i in range(ROWS):
-        row = first + i + tl.zeros((BLOCK,), tl.int32)
-        value = tl.load(s + row.to(tl.int64) * m + column, mask=there & (row < n), other=float("-inf"))
-        value = 2 * scale * value
-        value += tl.load(rows + row, mask=row < n, other=0.0)
-        better = value > best
-        best = tl.where(better, value, best)
-        where = tl.where(better, row, where)
+    for start in range(0, ROWS, TILE):
+        row = first + start + tl.arange(0, TILE)
+        inside = there[None, :] & (row < n)[:, None]
+        at = s + row.to(tl.int64)[:, None] * m + column[None, :]
+        value = 2 * scale * tl.load(at, mask=inside, other=float("-inf"))
+        value += tl.load(rows + row, mask=row < n, other=0.0)[:, None]
+        top = tl.max(value, axis=0)
+        place = tl.min(tl.where(value == top[None, :], row[:, None], n), axis=0)  # the first of equals
+        where = tl.where(top > best, place, where)
+        best = tl.maximum(best, top)
     own = tl.load(columns + column, mask=there, other=0.0)
     to = tl.program_id(1) * m + column
     tl.store(best_out + to, best + own, mask=there)
@@ -417,7 +431,7 @@ def best_of(s: Tensor, rows: Tensor, columns: Tensor, scale: float) -> tuple[Ten
     with torch.cuda.device(s.device):
         _row_best[(n,)](s, rows, columns, row_best, row_arg, scale, m, BLOCK=1024)
         _column_best[(triton.cdiv(m, 128), parts)](
-            s, rows, columns, best, arg, scale, n, m, ROWS=ROWS, BLOCK=128
+            s, rows, columns, best, arg, scale, n, m, ROWS=ROWS, TILE=TILE, BLOCK=128
         )
     column_best, part = best.max(dim=0)
     return row_best, row_arg, column_best, arg.gather(0, part[None])[0]
@@ -491,3 +505,28 @@ def attend_segments(
             H=heads, D=dim, BM=block, BN=64, num_warps=4, num_stages=3,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _norm_gelu(x, weight, bias, eps, n, C: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.arange(0, C)
+    at = x + row.to(tl.int64)[:, None] * C + c[None, :]
+    there = (row < n)[:, None]
+    value = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    value = value - tl.sum(value, axis=1)[:, None] / C
+    deviation = tl.sqrt(tl.sum(value * value, axis=1) / C + eps)
+    w = tl.load(weight + c).to(tl.float32)
+    b = tl.load(bias + c).to(tl.float32)
+    value = value / deviation[:, None] * w[None, :] + b[None, :]
+    tl.store(at, _gelu(value).to(x.dtype.element_ty), mask=there)
+
+
+def norm_gelu(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """In the place of x (n c), c a power of two."""
+    n, channels = x.shape
+    block = 4
+    if n:
+        with torch.cuda.device(x.device):
+            _norm_gelu[(triton.cdiv(n, block),)](x, weight, bias, eps, n, C=channels, BLOCK=block)
+    return x
