@@ -74,7 +74,7 @@ class Row:
     milliseconds_95: float | None = None  # the 95th percentile
     repeats: int = 0
     memory_mib: float | None = (
-        None  # taken of a GPU, above what was held before, such as weights; None: a CPU
+        None  # taken of a GPU above what was held before; None: a CPU
     )
     pairs_per_second: float | None = None
     matches: int | None = None
