@@ -79,6 +79,7 @@ class Recorder:
             outputs = tuple(self.place(n, x, given, buffers) for n, x in enumerate(work(*given)))
             del given
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # what the work took until now, it takes from memory of its own
             with torch.cuda.stream(side):
                 graph.capture_begin(*(() if self.pool is None else (self.pool,)))
                 try:
