@@ -32,8 +32,9 @@ from prism_match import Matcher, Matches, UserError, cli
 from prism_match.config import PRESETS
 from prism_match.serve import ServeSettings, check_installed
 from prism_match.serve.answers import JSON, NPZ, PNG, chosen
-from prism_match.serve.app import STATIC, create_app
+from prism_match.serve.app import create_app
 from prism_match.serve.batches import ModelThread
+from prism_match.serve.pages import STATIC
 from prism_match.serve.refusal import Refused
 from prism_match.serve.run import make_server
 from prism_match.serve.settings import listen

@@ -115,6 +115,26 @@ class PairMatcher:
         check_options(other.size, other.threshold, other.max_matches, other.rotate)
         return other
 
+    def in_dtype(self, dtype: torch.dtype) -> Self:
+        """Another one that computes in this precision; its weights are read again."""
+        info = self.info
+        if info.path is not None and weights_info(info.path, info.config).sha256 != info.sha256:
+            raise UserError("the weights have changed since they were loaded")
+        other = copy.copy(self)
+        other.dtype = dtype
+        other.model = arranged(build_model(info).to(self.device), dtype)
+        return other
+
+    @property
+    def precisions(self) -> list[str]:
+        """Those that the device is quick in, and its own, which comes first."""
+        if self.device.type == "cuda":
+            names = ["bf16", "fp16", "fp32"] if torch.cuda.is_bf16_supported() else ["fp16", "fp32"]
+        else:
+            names = ["fp32", "bf16"] if has_instructions("bf16") else ["fp32"]
+        own = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+        return [own, *(name for name in names if name != own)]
+
     def extract(self, images: Sequence[ImageLike], *, size: int | None = None) -> list[ImageFeatures]:
         """What the backbone sees in each image, to be matched any number of times.
         size: the longer side to shrink to; None: the matcher's."""
