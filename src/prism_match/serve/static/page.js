@@ -6,7 +6,7 @@ import { chosen, download, toCsv, toJson, toNpz } from "./save.js";
 import { Scene, layerColour } from "./scene.js";
 
 const $ = (id) => document.getElementById(id);
-const DRAWN = 250; // matches at first: a picture of thousands of lines shows nothing
+const DRAWN = 150; // matches at first: a picture of thousands of lines shows nothing
 const FLAT = { inliers: 20, share: 0.5 }; // that a homography needs for the scene to count as flat
 const SIZES = [320, 480, 640, 832, 1024, 1152, 1408, 1600];
 
@@ -181,12 +181,13 @@ function setControls() {
     ? `One homography explains ${percent(result.share)} of the matches: the scene is flat, or the camera only turned.`
     : `Not for this pair: one homography explains ${percent(result.share)} of the matches.`;
   $("mpm-legend").replaceChildren(...result.details.keep0.map((_, n) => {
-    const entry = element("span", `MPM ${n + 1}`);
+    const entry = element("span", `${n + 1}`);
     const swatch = element("i");
     swatch.style.background = `rgb(${layerColour(n, layers)})`;
     entry.prepend(swatch);
     return entry;
   }));
+  $("mpm-legend").prepend("Pruned by MPM");
 }
 
 /** The options as they are set now; the server is not asked. */

@@ -98,7 +98,7 @@ export class Photos {
     slot.classList.toggle("filled", Boolean(photo));
     slot.classList.toggle("unseeable", Boolean(photo) && !photo.bitmap);
     slot.querySelector(".clear").hidden = !photo;
-    const size = photo?.width ? `${photo.width} × ${photo.height}` : "";
+    const size = photo?.width ? `${photo.width}\u00a0×\u00a0${photo.height}` : "";
     slot.querySelector(".name").textContent = photo ? [photo.name, size].filter(Boolean).join(", ") : "drop, paste or choose";
     slot.querySelector(".placeholder").textContent = photo ? "cannot be shown here" : ["First photo", "Second photo"][n];
     const scale = photo?.bitmap ? Math.min(1, THUMB / Math.max(photo.bitmap.width, photo.bitmap.height)) : 0;

@@ -200,12 +200,12 @@ export class Scene {
     const { lines, points, safe } = this.options;
     const shades = Array.from({ length: SHADES + 1 }, () => []);
     for (const n of this.shown) shades[Math.round(this.result.scores[n] * SHADES)].push(this.#ends(n, boxes, view));
-    context.globalAlpha = picked === null ? 1 : 0.25;
     context.lineWidth = this.shown.length > 600 ? 0.8 : 1.15;
     shades.forEach((ends, shade) => { // the sure ones last, above the others
       if (!ends.length) return;
       context.strokeStyle = context.fillStyle = colour(shade / SHADES, safe);
       if (lines) {
+        context.globalAlpha = picked === null ? 0.8 : 0.2;
         context.beginPath();
         for (const [[x0, y0], [x1, y1]] of ends) {
           context.moveTo(x0, y0);
@@ -214,6 +214,7 @@ export class Scene {
         context.stroke();
       }
       if (points) {
+        context.globalAlpha = picked === null ? 1 : 0.3;
         context.beginPath();
         for (const pair of ends)
           for (const [x, y] of pair) {
