@@ -5,22 +5,20 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 import shutil
-import signal
-import socket
-import stat
-import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import numpy as np
 import PIL.Image
 import pytest
+import torch
 from conftest import ASSETS
 from hostile_files import png_claiming
 from selenium import webdriver
@@ -31,9 +29,12 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.select import Select
 from test_serve import Held, Running, encoded, photo, picture, same, serving, wait_for
 
-from prism_match import Matcher, Matches
+from prism_match import Matcher, Matches, UserError, cli
 from prism_match.config import PRESETS
+from prism_match.serve import ServeSettings, run, serve
 from prism_match.serve.batches import ModelThread
+from prism_match.serve.run import make_server
+from prism_match.serve.settings import listen
 
 FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -141,8 +142,11 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrom
 
 
 @pytest.fixture(scope="module")
-def matcher() -> Matcher:
-    return Matcher(device="cpu", size=256)
+def matcher() -> Iterator[Matcher]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the browser has work to do as well
+    yield Matcher(device="cpu", size=192)
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -232,8 +236,8 @@ def test_display_options_act_at_once_and_ask_nothing_of_the_server(shown: Page, 
     assert least == pytest.approx(0.5) and shown.get("most-value").text == f"{number} of {total}"
     assert 0 < number < total
     changed("least confidence")
-    shown.set("most", 40)
-    assert shown.get("count-shown").text == "40"
+    shown.set("most", 9)
+    assert shown.get("count-shown").text == "9"
     changed("fewer")
     for name in ("palette", "lines", "points"):
         shown.get(name).click()
@@ -472,9 +476,7 @@ def test_errors_in_words(page: Page, server: Running, tmp_path: Path, monkeypatc
     with monkeypatch.context() as full:
         full.setattr(server.service, "taken", server.service.settings.places)
         page.match()
-    assert page.error == "All 32 places are taken: try again later. In about 60 s it may be free." or re.search(
-        r"places are taken: try again later\. In about \d+ s it may be free\.", page.error
-    )
+    assert re.fullmatch(r"All 32 places are taken: try again later\. In about \d+ s it may be free\.", page.error)
     page.run("window.fetch = () => Promise.reject(new TypeError('failed'))")
     page.match()
     assert page.error == "The server does not answer: is it still running?"
@@ -594,30 +596,42 @@ def test_dark_and_light(page: Page) -> None:
 # The command
 
 
-def test_prism_app_opens_the_browser_at_a_free_port(tmp_path: Path) -> None:
-    script, told = tmp_path / "browser", tmp_path / "url"
-    script.write_text(f'#!/bin/sh\necho "$1" > {told}\n')
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    taken = socket.socket()
-    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    with taken:
+def test_prism_app_opens_the_browser_at_a_free_port(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny, servers, opened = Matcher(config=PRESETS["tiny"], device="cpu", size=64), [], []
+    monkeypatch.setattr(run, "make_server", lambda *x: servers.append(make_server(*x)) or servers[0])
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url))  # which tells that it failed
+    with listen("127.0.0.1", 0) as taken:
+        settings = ServeSettings(port=taken.getsockname()[1])
+        with pytest.raises(UserError, match="cannot listen there"):
+            serve(tiny, settings)
+        thread = threading.Thread(target=serve, args=(tiny, settings), kwargs={"any_port": True, "browser": True})
+        thread.start()
         try:
-            taken.bind(("127.0.0.1", 8000))
-            taken.listen()
-        except OSError:
-            pass  # somebody else has it: as well
-        command = [sys.executable, "-m", "prism_match", "app", "--model-config", "tiny", "--device", "cpu"]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "BROWSER": f"{script} %s"},
-        )  # fmt: skip
-        try:
-            assert process.stdout is not None
-            url = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())[0]  # type: ignore[index]
-            wait_for(lambda: told.is_file() and told.read_text().strip())
-            assert told.read_text().strip() == url and not url.endswith(":8000")
-            process.send_signal(signal.SIGTERM)
-            _, errors = process.communicate(timeout=20)
+            wait_for(lambda: servers and servers[0].started and opened)
+            assert httpx.get(opened[0], trust_env=False).text.startswith("<!doctype html>")
+            assert urlsplit(opened[0]).port != settings.port
         finally:
-            process.kill()
-    assert process.returncode == 0, errors
+            servers[0].should_exit = True
+            thread.join(20)
+    out = capsys.readouterr().out
+    assert f"listening on {opened[0]} (" in out and f"no browser could be opened: open {opened[0]} in" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "port", "any_port", "browser"),
+    [([], 8000, True, True), (["--no-browser", "--port", "9000"], 9000, False, False)],
+)
+def test_options_of_prism_app(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], port: int, any_port: bool, browser: bool
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "prism_match.serve.serve", lambda matcher, settings, **x: asked.update(x, settings=settings)
+    )
+    monkeypatch.setattr(sys, "argv", ["prism", "app", "--model-config", "tiny", "--device", "cpu", *options])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert asked == {"settings": ServeSettings(port=port), "any_port": any_port, "browser": browser}
