@@ -31,6 +31,7 @@ from test_serve import Held, Running, encoded, photo, picture, same, serving, wa
 
 from prism_match import Matcher, Matches, UserError, cli
 from prism_match.config import PRESETS
+from prism_match.images import ORIENTATION
 from prism_match.serve import ServeSettings, run, serve
 from prism_match.serve.batches import ModelThread
 from prism_match.serve.run import make_server
@@ -402,14 +403,22 @@ def test_photos_are_dropped_and_pasted(page: Page) -> None:
 
 
 def test_what_the_browser_cannot_show_the_server_does(page: Page, tmp_path: Path) -> None:
-    file = tmp_path / "scan.tiff"
-    file.write_bytes(encoded(picture(photo(0)), "TIFF"))
-    other = tmp_path / "b.png"
-    other.write_bytes(photo(1))
-    page.open().choose(file, other)
-    assert "cannot be shown here" in page.one("#slot0").text
+    """TIFF, which it does not know, and a WebP on its side, which it does not turn."""
+    files = [tmp_path / "scan.tiff", tmp_path / "turned.webp"]
+    files[0].write_bytes(encoded(picture(photo(0)), "TIFF"))
+    exif = PIL.Image.Exif()
+    exif[ORIENTATION] = 6
+    picture(photo(1)).rotate(90, expand=True).save(files[1], quality=95, exif=exif)
+    page.open().choose(*files)
+    for n in (0, 1):
+        assert "shown once it is matched" in page.one(f"#slot{n}").text
     assert "matches in" in page.match()
-    assert "cannot be shown here" not in page.one("#slot0").text and "150" in page.one("#slot0 .name").text
+    shown = []
+    for n in (0, 1):
+        assert "150 × 120" in page.one(f"#slot{n} .name").text
+        data = page.run(f"return document.querySelector('#slot{n} canvas').toDataURL()").partition(",")[2]
+        shown.append(np.asarray(picture(base64.b64decode(data)).convert("L"), float).ravel())
+    assert np.corrcoef(*shown)[0, 1] > 0.9
 
 
 def test_keyboard_alone(page: Page, direct: Matches) -> None:

@@ -8,6 +8,7 @@ import { Scene, layerColour } from "./scene.js";
 const $ = (id) => document.getElementById(id);
 const DRAWN = 150; // matches at first: a picture of thousands of lines shows nothing
 const FLAT = { inliers: 20, share: 0.5 }; // that a homography needs for the scene to count as flat
+const NARROW = "(max-width: 760px)"; // as in page.css
 const SIZES = [320, 480, 640, 832, 1024, 1152, 1408, 1600];
 
 let info = null; // of the server
@@ -19,16 +20,14 @@ const scene = new Scene($("canvas"), pointedAt);
 
 // The server
 
+/** Whether the server lets us in. */
 async function connect() {
   try {
     info = await getInfo();
   } catch (error) {
-    if (error instanceof Refusal && error.status === 401) {
-      askForToken();
-      return;
-    }
-    complain(inWords(error, []));
-    return;
+    if (error instanceof Refusal && error.status === 401) askForToken();
+    else complain(inWords(error, []));
+    return false;
   }
   $("token-form").hidden = true;
   complain(null);
@@ -49,6 +48,7 @@ async function connect() {
     return button;
   }));
   refresh();
+  return true;
 }
 
 function askForToken() {
@@ -60,8 +60,7 @@ function askForToken() {
 $("token-form").addEventListener("submit", async (event) => {
   event.preventDefault();
   setToken($("token").value.trim());
-  await connect();
-  if (!info) complain("That is not the server's token.");
+  if (!(await connect()) && !$("token-form").hidden) complain("That is not the server's token.");
 });
 
 function fill(select, entries, value) {
@@ -114,8 +113,16 @@ async function start() {
       ...asked, details: true, geometry: "both",
       previews: pair.some((photo) => !photo.bitmap), // of what the browser cannot show
     }, mine.signal);
-    if (running !== mine) return;
-    await arrived(found, asked, pair, (performance.now() - began) / 1000);
+    const seconds = (performance.now() - began) / 1000;
+    mine.signal.throwIfAborted();
+    const odd = [0, 1].filter((n) => pair[n].bitmap && [pair[n].width, pair[n].height].join() !== found[`size${n}`].join());
+    if (odd.length) { // the browser turns it in another way than the server: it is shown as the server reads it
+      for (const n of odd) pair[n].bitmap = null;
+      return start();
+    }
+    await lookAt(found, pair);
+    mine.signal.throwIfAborted(); // other photos may be there by now
+    arrived(found, asked, pair, seconds);
   } catch (error) {
     if (running !== mine) return; // another one has taken its place
     if (error.name === "AbortError") say("Cancelled.");
@@ -137,19 +144,22 @@ function tick(began, mine) {
   setTimeout(tick, 100, began, mine);
 }
 
-async function arrived(found, asked, pair, seconds) {
+/** What the browser cannot show is seen as the server has read it. */
+async function lookAt(found, pair) {
   for (const n of [0, 1]) {
-    const photo = pair[n];
-    if (!photo.bitmap && found.previews) {
-      const preview = Uint8Array.from(atob(found.previews[n]), (c) => c.charCodeAt(0));
-      Object.assign(photo, await decoded(new Blob([preview], { type: "image/png" })));
-      [photo.width, photo.height] = found[`size${n}`];
-      photos.show(n);
-    }
+    if (pair[n].bitmap || !found.previews) continue;
+    const preview = Uint8Array.from(atob(found.previews[n]), (c) => c.charCodeAt(0));
+    const { bitmap } = await decoded(new Blob([preview], { type: "image/png" }));
+    const [width, height] = found[`size${n}`];
+    Object.assign(pair[n], { bitmap, width, height });
+    photos.show(n);
   }
+}
+
+function arrived(found, asked, pair, seconds) {
   const homography = found.geometry.find((fit) => fit.model === "homography");
   const inliers = count(homography.inliers);
-  const isFlat = homography.matrix && inliers >= FLAT.inliers && inliers >= FLAT.share * found.scores.length;
+  const isFlat = homography.matrix && pair[0].bitmap && inliers >= FLAT.inliers && inliers >= FLAT.share * found.scores.length;
   result = { ...found, ...asked, names: pair.map((photo) => photo.name), flat: isFlat ? homography : null };
   result.share = found.scores.length ? inliers / found.scores.length : 0;
   showTimes(found.time, seconds);
@@ -160,6 +170,10 @@ async function arrived(found, asked, pair, seconds) {
   say(number
     ? `${number.toLocaleString("en")} ${number === 1 ? "match" : "matches"} in ${seconds.toFixed(seconds < 10 ? 2 : 1)} s.`
     : "No matches: perhaps the photos show nothing in common. A larger size may help, or rotation “try all four”.");
+  if (matchMedia(NARROW).matches) {
+    $("time").open = false;
+    $("stage").scrollIntoView({ block: "nearest" });
+  }
 }
 
 // What is shown of it
@@ -256,7 +270,10 @@ function refresh() {
   $("flat").disabled = !result?.flat;
   $("legend").hidden = !result?.scores.length;
   $("time").hidden = !result;
-  if (!result) $("canvas").setAttribute("aria-label", photos.complete ? "Two photos, not matched yet" : "No pair of photos yet");
+  if (result) return;
+  for (const id of ["least-value", "most-value", "layer-value", "kept", "flat-words", "mpm-legend", "count-all",
+    "count-shown", "count-homography", "count-fundamental"]) $(id).textContent = "";
+  $("canvas").setAttribute("aria-label", photos.complete ? "Two photos, not matched yet" : "No pair of photos yet");
 }
 
 async function save(kind) {
@@ -330,7 +347,10 @@ $("theme").addEventListener("change", () => {
 // Everything that can be pressed or moved
 
 $("match").addEventListener("click", start);
-$("cancel").addEventListener("click", () => running?.abort());
+$("cancel").addEventListener("click", () => {
+  running?.abort();
+  $("match").focus(); // Cancel is gone in a moment
+});
 $("swap").addEventListener("click", () => photos.swap());
 for (const id of ["size", "precision", "rotate"]) $(id).addEventListener("change", refresh);
 for (const id of ["least", "most", "layer", "blend"]) $(id).addEventListener("input", apply);

@@ -59,15 +59,15 @@ export class Photos {
         "photos. Nothing is shrunk unasked: make it smaller, or let the server take more.";
     }
     const turn = ++this.turn[n];
-    let blob;
+    let bytes;
     try {
-      blob = new Blob([await file.arrayBuffer()], { type: file.type });
+      bytes = await file.arrayBuffer();
     } catch {
       return `${name} cannot be read.`;
     }
-    const photo = { name, blob, bitmap: null, width: 0, height: 0 };
+    const photo = { name, blob: new Blob([bytes], { type: file.type }), bitmap: null, width: 0, height: 0 };
     try {
-      Object.assign(photo, await decoded(blob));
+      if (!isTurnedUnseen(bytes)) Object.assign(photo, await decoded(photo.blob));
     } catch {
       // Perhaps a format that the server knows and the browser does not, such as TIFF: the server tells.
     }
@@ -100,7 +100,7 @@ export class Photos {
     slot.querySelector(".clear").hidden = !photo;
     const size = photo?.width ? `${photo.width}\u00a0×\u00a0${photo.height}` : "";
     slot.querySelector(".name").textContent = photo ? [photo.name, size].filter(Boolean).join(", ") : "drop, paste or choose";
-    slot.querySelector(".placeholder").textContent = photo ? "cannot be shown here" : ["First photo", "Second photo"][n];
+    slot.querySelector(".placeholder").textContent = photo ? "shown once it is matched" : ["First photo", "Second photo"][n];
     const scale = photo?.bitmap ? Math.min(1, THUMB / Math.max(photo.bitmap.width, photo.bitmap.height)) : 0;
     canvas.width = scale ? Math.max(1, Math.round(photo.bitmap.width * scale)) : 0;
     canvas.height = scale ? Math.max(1, Math.round(photo.bitmap.height * scale)) : 0;
@@ -138,6 +138,13 @@ export class Photos {
       this.add(files, slot < 0 ? null : slot);
     });
   }
+}
+
+/** Of a WebP with EXIF: browsers do not turn it as that says, but the server does. */
+function isTurnedUnseen(bytes) {
+  const head = new Uint8Array(bytes, 0, Math.min(21, bytes.byteLength));
+  const text = String.fromCharCode(...head);
+  return text.startsWith("RIFF") && text.startsWith("WEBPVP8X", 8) && (head[20] & 8) !== 0;
 }
 
 /** The picture as it is shown, turned as its EXIF says, and its true size. */

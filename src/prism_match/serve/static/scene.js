@@ -89,7 +89,7 @@ export class Scene {
     return new Promise((done) => canvas.toBlob(done, "image/png"));
   }
 
-  /** Where the photos lie: side by side or one above the other, whichever makes them larger. */
+  /** Where the photos lie: side by side, or one above the other where that makes them much larger. */
   #layout(width, height) {
     const sizes = this.photos.map((photo, n) => this.result?.[`size${n}`] ?? (photo?.width ? [photo.width, photo.height] : null));
     const boxes = sizes.map((size) => {
@@ -103,7 +103,7 @@ export class Scene {
     const beside = [a.width + GAP + b.width, Math.max(a.height, b.height)];
     const below = [Math.max(a.width, b.width), a.height + GAP + b.height];
     const room = ([w, h]) => Math.min(width / w, height / h);
-    if (room(beside) >= room(below)) {
+    if (room(beside) >= 0.75 * room(below)) { // lines are read from left to right
       b.x = a.width + GAP;
       for (const box of boxes) box.y = (beside[1] - box.height) / 2;
       return { boxes, width: beside[0], height: beside[1] };
