@@ -1,5 +1,5 @@
-"""The page of `prism serve`, in a real browser: what is drawn, what is asked of the server and what is not, what is
-saved, and the words for what goes wrong. Where there is no Chromium these are skipped."""
+"""The page of `prism serve`, in a real browser: what is drawn, what is asked of the server and what is not,
+what is saved, and the words for what goes wrong. Where there is no Chromium these are skipped."""
 
 from __future__ import annotations
 
@@ -37,10 +37,18 @@ from prism_match.serve.batches import ModelThread
 from prism_match.serve.run import make_server
 from prism_match.serve.settings import listen
 
-FLAGS = (
-    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --window-size=1440,1000 --force-device-scale-factor=1"
-).split()
+FLAGS = [
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1440,1000",
+    "--force-device-scale-factor=1",
+]
 PAIR = [ASSETS / f"astronaut{n}.jpg" for n in (0, 1)]
 
 
@@ -284,7 +292,7 @@ def test_a_flat_scene_is_laid_on_the_other(shown: Page) -> None:
     for blend in (0, 100):
         shown.set("blend", blend)
         shown.drawn()
-        # The middle of the second photo, where the first covers it: what is on top differs, what is seen does not.
+        # The middle, where both photos are: what is on top differs, what is seen does not.
         pixels = shown.run(
             "const c = document.getElementById('canvas'), s = 120;"
             "return Array.from(c.getContext('2d').getImageData("
@@ -387,8 +395,9 @@ def test_photos_are_dropped_and_pasted(page: Page) -> None:
     for n, event in enumerate(("drop", "paste")):
         page.run(
             "const bytes = Uint8Array.from(atob(arguments[0]), c => c.charCodeAt(0));"
-            "const data = new DataTransfer(); data.items.add(new File([bytes], arguments[1], {type: 'image/png'}));"
-            "const event = arguments[1] === 'drop' ? new DragEvent('drop', {dataTransfer: data, bubbles: true})"
+            "const data = new DataTransfer(), kind = arguments[1];"
+            "data.items.add(new File([bytes], kind, {type: 'image/png'}));"
+            "const event = kind === 'drop' ? new DragEvent('drop', {dataTransfer: data, bubbles: true})"
             ": new ClipboardEvent('paste', {clipboardData: data, bubbles: true});"
             "document.body.dispatchEvent(event);",
             base64.b64encode(photo(n)).decode(),
@@ -457,7 +466,9 @@ def test_keyboard_alone(page: Page, direct: Matches) -> None:
 # What goes wrong
 
 
-def test_errors_in_words(page: Page, server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_in_words(
+    page: Page, server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good, notes, lie = tmp_path / "good.png", tmp_path / "notes.txt", tmp_path / "lie.jpg"
     good.write_bytes(photo(0))
     notes.write_text("no image at all")
@@ -485,7 +496,9 @@ def test_errors_in_words(page: Page, server: Running, tmp_path: Path, monkeypatc
     with monkeypatch.context() as full:
         full.setattr(server.service, "taken", server.service.settings.places)
         page.match()
-    assert re.fullmatch(r"All 32 places are taken: try again later\. In about \d+ s it may be free\.", page.error)
+    assert re.fullmatch(
+        r"All 32 places are taken: try again later\. In about \d+ s it may be free\.", page.error
+    )
     page.run("window.fetch = () => Promise.reject(new TypeError('failed'))")
     page.match()
     assert page.error == "The server does not answer: is it still running?"
@@ -567,7 +580,11 @@ def test_on_a_phone(page: Page, tmp_path: Path) -> None:
         box = page.run("return document.getElementById('canvas').getBoundingClientRect().toJSON()")
         x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
         for kind, apart in (("touchStart", 30), ("touchMove", 60), ("touchMove", 90), ("touchEnd", None)):
-            points = [] if apart is None else [{"x": x - apart, "y": y, "id": 0}, {"x": x + apart, "y": y, "id": 1}]
+            points = (
+                []
+                if apart is None
+                else [{"x": x - apart, "y": y, "id": 0}, {"x": x + apart, "y": y, "id": 1}]
+            )
             page.driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
         assert page.drawn() != plain and "zoomed" in page.get("canvas").get_attribute("class")
     finally:
@@ -615,7 +632,9 @@ def test_prism_app_opens_the_browser_at_a_free_port(
         settings = ServeSettings(port=taken.getsockname()[1])
         with pytest.raises(UserError, match="cannot listen there"):
             serve(tiny, settings)
-        thread = threading.Thread(target=serve, args=(tiny, settings), kwargs={"any_port": True, "browser": True})
+        thread = threading.Thread(
+            target=serve, args=(tiny, settings), kwargs={"any_port": True, "browser": True}
+        )
         thread.start()
         try:
             wait_for(lambda: servers and servers[0].started and opened)

@@ -644,7 +644,9 @@ def test_the_page_is_made_of_files_of_ours(server: Running) -> None:
     assert page.headers["content-type"].startswith("text/html") and "<title>prism-match</title>" in page.text
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
-    assert not re.search(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=", page.text), "which the policy forbids"
+    assert not re.search(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=", page.text), (
+        "which the policy forbids"
+    )
     for file in STATIC.iterdir():
         part = server.client.get(f"/static/{file.name}")
         assert part.content == file.read_bytes() and part.headers["x-content-type-options"] == "nosniff"
@@ -654,7 +656,13 @@ def test_the_page_is_made_of_files_of_ours(server: Running) -> None:
     for pair in server.client.get("/v1/info").json()["examples"]:
         for url in pair["images"]:
             assert picture(server.client.get(url).content).format == "JPEG"
-    for path in ("/static/../app.py", "/static/app.py", "/static/", "/examples/README.md", "/examples/%2e%2e/x"):
+    for path in (
+        "/static/../app.py",
+        "/static/app.py",
+        "/static/",
+        "/examples/README.md",
+        "/examples/%2e%2e/x",
+    ):
         assert server.client.get(path).status_code == 404
 
 

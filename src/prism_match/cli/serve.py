@@ -50,7 +50,8 @@ def serve(
 ) -> None:
     """Match photos for others, over HTTP.
 
-    The address / is a page to do it in a browser, /docs lists what can be asked for. It ends by Ctrl+C or SIGTERM, once what has begun is done.
+    The address / is a page to do it in a browser, /docs lists what can be asked for. It ends by Ctrl+C or
+    SIGTERM, once what has begun is done.
 
     \b
     Examples:

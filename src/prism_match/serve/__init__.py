@@ -1,5 +1,5 @@
-"""The matcher behind a URL: `prism serve` and `prism app`. FastAPI and uvicorn come with the extra `serve`; nothing but
-those commands imports them."""
+"""The matcher behind a URL: `prism serve` and `prism app`. FastAPI and uvicorn come with the extra `serve`;
+nothing but those commands imports them."""
 
 from __future__ import annotations
 

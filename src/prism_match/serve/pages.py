@@ -1,5 +1,6 @@
-"""What a browser shows: the page, what it is made of, and photos to try it with. All of it comes with the package and
-is the same for everyone, so that nobody needs a token for it; what the page asks the API for is another matter."""
+"""What a browser shows: the page, what it is made of, and photos to try it with. All of it comes with the
+package and is the same for everyone, so that nobody needs a token for it; what the page asks the API for is
+another matter."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ ASSETS = Path(__file__).parents[1] / "assets"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # Nothing from elsewhere, and no script but those in `static`; blob: and data: are the photos that are shown.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 DOCS_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # which loads nothing at all
 HEADERS = {

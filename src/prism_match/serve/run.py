@@ -59,9 +59,7 @@ def make_server(app: FastAPI, settings: ServeSettings) -> Server:
     )
 
 
-def run(
-    matcher: PairMatcher, settings: ServeSettings, any_port: bool = False, browser: bool = False
-) -> None:
+def run(matcher: PairMatcher, settings: ServeSettings, any_port: bool = False, browser: bool = False) -> None:
     try:
         listener = listen(settings.host, settings.port)
     except UserError:
@@ -72,8 +70,7 @@ def run(
     precision = str(matcher.dtype).removeprefix("torch.")
     address = url(settings.host, listener)
     print(
-        f"listening on {address} ({matcher.device}, {precision}, {matcher.size} px); "
-        "Ctrl+C ends it",
+        f"listening on {address} ({matcher.device}, {precision}, {matcher.size} px); Ctrl+C ends it",
         flush=True,
     )
     if browser:  # which may take its time, and waits for the server where it is quicker
