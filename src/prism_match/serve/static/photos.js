@@ -52,7 +52,7 @@ export class Photos {
   async read(file, n) {
     const name = file.name || "pasted photo";
     if (file.type && !file.type.startsWith("image/")) {
-      return `${name} is not an image. ${this.formats.join(", ")} are taken.`;
+      return `${name} is not an image.` + (this.formats.length ? ` ${this.formats.join(", ")} are taken.` : "");
     }
     if (this.limits && file.size > this.limits.bytes) {
       return `${name} has ${mib(file.size)} MiB; this server takes at most ${mib(this.limits.bytes)} MiB for both ` +
