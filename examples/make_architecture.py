@@ -43,11 +43,11 @@ def arrow(*points: tuple[float, float]) -> None:
 def layers() -> dict[str, float]:
     """Their tops, by name."""
     rows = [
-        [("cli", ["match, demo, eval, bench, train, data, sfm, localize, export, serve, convert, info"],
+        [("cli", ["match, demo, eval, bench, train, data, sfm, localize, export, serve, app, convert, info"],
           "#f2f2f2")],
         [("evaluation", ["benchmarks, scores, reports"], "#e6e0f0"),
          ("export", ["COLMAP, hloc, NeRF"], "#e6e0f0"),
-         ("serve", ["the HTTP API"], "#e6e0f0")],
+         ("serve", ["the HTTP API, the page"], "#e6e0f0")],
         [("maps", ["retrieval, tracks, reconstruction,", "localization, PnP, the COLMAP worker"], "#d9e6f5"),
          ("training", ["data, supervision, losses,", "trainer, checkpoints"], "#d9e6f5")],
         [("engine", ["Engine, Matcher: pairs in, matches out; decodes ahead, batches, keeps features",

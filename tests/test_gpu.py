@@ -15,6 +15,7 @@ from prism_match.config import PRESETS
 from prism_match.maps.tracks import IndexedMatches, Keypoints, SharedKeypoints, polish_tracks
 from prism_match.model import kernels
 from prism_match.model.fast import FastPRISM
+from prism_match.serve.batches import Manner, ModelThread
 from prism_match.subpixel import Pyramid
 from prism_match.training.config import PRESETS as TRAINING
 from prism_match.training.config import Phase
@@ -167,3 +168,18 @@ def test_sizes_change_while_the_model_and_the_sources_are_compiled(tmp_path: Pat
     config = TRAINING["tiny"].replace(phases=phases, steps=18, compile=True, log_every=2)
     last = Trainer(config, sources, tmp_path, "cuda").fit()
     assert last["step"] == 18 and last["size"] == 128 and last["skipped_samples"] == 0
+
+
+def test_the_servers_model_tells_its_stages_in_every_precision(photo: np.ndarray) -> None:
+    matcher = Matcher(config=TINY, device="cuda", size=256)
+    thread = ModelThread(matcher, 8)
+    thread.start()
+    try:
+        for precision in matcher.precisions:
+            pair = (matcher.prepare(photo), matcher.prepare(photo))
+            done = thread.submit(pair, Manner(None, "never", True, precision=precision)).result(60)
+            assert len(done.result) > 0
+            assert list(done.stages) == ["backbone", "MPMs", "matching", "refinement", "polish"]
+            assert 0 < sum(done.stages.values()) <= done.took
+    finally:
+        thread.stop()

@@ -24,19 +24,23 @@ import httpx
 import numpy as np
 import PIL.Image
 import pytest
+import torch
 from conftest import ASSETS
 from hostile_files import png_claiming
 from test_docs import ROOT, blocks
 
 from prism_match import Matcher, Matches, UserError, cli
 from prism_match.config import PRESETS
+from prism_match.model.prism import PRISM
 from prism_match.serve import ServeSettings, check_installed
 from prism_match.serve.answers import JSON, NPZ, PNG, chosen
-from prism_match.serve.app import STATIC, create_app
+from prism_match.serve.app import create_app
 from prism_match.serve.batches import ModelThread
+from prism_match.serve.pages import STATIC
 from prism_match.serve.refusal import Refused
 from prism_match.serve.run import make_server
 from prism_match.serve.settings import listen
+from prism_match.weights.store import export_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DOCS = ROOT / "docs" / "serve.md"
@@ -162,7 +166,10 @@ def test_a_pair_gets_the_matches_of_the_matcher(server: Running, matcher: Matche
     response = server.match(a, b)
     same(answered(response), direct)
     assert response.headers["content-type"] == JSON and response.headers["cache-control"] == "no-store"
-    assert set(response.json()["time"]) == {"upload", "decode", "wait", "match", "total"}
+    seconds = response.json()["time"]
+    assert set(seconds) == {"upload", "decode", "wait", "match", "total", "stages"}
+    assert list(seconds["stages"]) == ["backbone", "MPMs", "matching", "refinement", "polish"]
+    assert 0 < sum(seconds["stages"].values()) <= seconds["match"] <= seconds["total"]
     body = {"image0": base64.b64encode(a).decode(), "image1": base64.b64encode(b).decode()}
     same(answered(server.client.post("/v1/match", json=body)), direct)
 
@@ -194,6 +201,54 @@ def test_options_are_those_of_the_matcher(server: Running, matcher: Matcher) -> 
     kept = matcher.match(*images, details=True).details
     assert kept is not None
     np.testing.assert_array_equal(geometry["details"]["keep0"], kept.keep0)
+    assert "previews" not in geometry and geometry["time"]["geometry"] > 0
+    both = server.match(a, b, geometry="both", previews="true").json()
+    assert [fit["model"] for fit in both["geometry"]] == ["homography", "fundamental"]
+    for fit in both["geometry"]:
+        assert sum(fit["inliers"]) == plain.estimate(fit["model"]).num_inliers
+    previews = [np.asarray(picture(base64.b64decode(x))) for x in both["previews"]]
+    np.testing.assert_array_equal(previews[0], np.asarray(images[0]))
+    assert len(previews) == 2
+
+
+def test_precisions(server: Running, matcher: Matcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = photo(0), photo(1)
+    monkeypatch.setattr(type(matcher), "precisions", ["fp32", "bf16"])
+    other = matcher.in_dtype(torch.bfloat16).match(picture(a), picture(b))
+    plain = matcher.match(picture(a), picture(b))
+    same(answered(server.match(a, b, precision="bf16")), other)
+    same(answered(server.match(a, b, precision="fp32")), plain)
+    same(answered(server.match(a, b)), plain)
+    assert len(other) != len(plain) or np.abs(other.scores - plain.scores).max() > 1e-4
+    refused(server.match(a, b, precision="fp16"), 422, "precision: the server offers fp32, bf16, not fp16")
+    refused(server.match(a, b, precision="int8"), 422, "precision: input should be")
+    # What was kept in one can be matched in another.
+    key = server.client.post("/v1/features", files={"image": a}).json()["key"]
+    kept = server.client.post("/v1/match", files={"image1": b}, data={"key0": key, "precision": "bf16"})
+    assert len(answered(kept)) > 0
+    server.client.delete(f"/v1/features/{key}")
+
+
+def test_precisions_of_a_device(matcher: Matcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    for knows, offered in ((True, ["fp32", "bf16"]), (False, ["fp32"])):
+        monkeypatch.setattr("prism_match.matcher.has_instructions", lambda _, knows=knows: knows)
+        assert matcher.precisions == offered
+    assert matcher.in_dtype(torch.float16).precisions == ["fp16", "fp32"]
+
+
+def test_weights_that_have_changed_are_not_mixed(tmp_path: Path) -> None:
+    config, file = PRESETS["tiny"], tmp_path / "mine.safetensors"
+
+    def write(seed: int) -> None:
+        torch.manual_seed(seed)
+        export_weights(file, PRISM(config).state_dict(), config, {})
+
+    write(0)
+    matcher = Matcher(file, device="cpu", size=64)
+    assert matcher.in_dtype(torch.bfloat16).model.dtype == torch.bfloat16
+    write(1)
+    with pytest.raises(UserError, match="the weights have changed since they were loaded"):
+        matcher.in_dtype(torch.bfloat16)
 
 
 def test_answers_as_accept_asks(server: Running, matcher: Matcher, tmp_path: Path) -> None:
@@ -205,6 +260,9 @@ def test_answers_as_accept_asks(server: Running, matcher: Matcher, tmp_path: Pat
     file.write_bytes(response.content)
     same(Matches.load(file), direct)
     assert len(np.load(file)["inliers"]) == len(direct)
+    response = server.match(a, b, headers={"Accept": NPZ}, geometry="both")
+    names = set(np.load(io.BytesIO(response.content)))
+    assert {"homography_inliers", "homography_matrix", "fundamental_inliers"} <= names
     response = server.match(a, b, headers={"Accept": "image/*;q=0.9, text/html"})
     assert response.headers["content-type"] == PNG
     assert picture(response.content).width > 300
@@ -416,7 +474,7 @@ def test_token(matcher: Matcher) -> None:
         right = {"Authorization": "Bearer a-secret", "Host": "photos.example"}
         assert server.match(photo(0), photo(1), headers=right).status_code == 200
         assert server.client.get("/v1/info", headers=right).status_code == 200
-        for path in ("/healthz", "/readyz", "/docs", "/openapi.json"):
+        for path in ("/", "/static/page.js", "/healthz", "/readyz", "/docs", "/openapi.json"):
             assert server.client.get(path).status_code == 200
 
 
@@ -564,7 +622,6 @@ def test_sigterm_finishes_what_has_begun() -> None:
 
 
 def test_pages_and_what_they_list(server: Running) -> None:
-    assert server.client.get("/").headers["location"] == "/docs"
     page = server.client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     outside = set(re.findall(r"https?://[\w.:]+", page.text)) - {"http://127.0.0.1:8000"}
@@ -582,10 +639,38 @@ def test_pages_and_what_they_list(server: Running) -> None:
     assert (STATIC / "docs.html").is_file()
 
 
+def test_the_page_is_made_of_files_of_ours(server: Running) -> None:
+    page = server.client.get("/")
+    assert page.headers["content-type"].startswith("text/html") and "<title>prism-match</title>" in page.text
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+    assert not re.search(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=", page.text), (
+        "which the policy forbids"
+    )
+    for file in STATIC.iterdir():
+        part = server.client.get(f"/static/{file.name}")
+        assert part.content == file.read_bytes() and part.headers["x-content-type-options"] == "nosniff"
+        addresses = set(re.findall(r"https?://[\w.:]+", part.text))
+        assert addresses <= {"http://www.w3.org", "http://127.0.0.1:8000"}, "no request leaves the machine"
+    assert server.client.get("/static/page.js").headers["content-type"].startswith("text/javascript")
+    for pair in server.client.get("/v1/info").json()["examples"]:
+        for url in pair["images"]:
+            assert picture(server.client.get(url).content).format == "JPEG"
+    for path in (
+        "/static/../app.py",
+        "/static/app.py",
+        "/static/",
+        "/examples/README.md",
+        "/examples/%2e%2e/x",
+    ):
+        assert server.client.get(path).status_code == 404
+
+
 def test_info_and_metrics(server: Running) -> None:
     info = server.client.get("/v1/info").json()
     assert info["device"] == "cpu" and info["weights"]["trained"] is False
     assert info["defaults"] == {"size": 128, "threshold": 0.0, "rotate": "never", "polish": True}
+    assert info["precisions"][0] == "fp32" and info["examples"][0]["name"] == "astronaut"
     assert info["limits"]["bytes"] == 2**20 and info["limits"]["pixels"] == 10**6
     assert str(ROOT) not in json.dumps(info)
     before = server.client.get("/metrics").text

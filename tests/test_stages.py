@@ -54,6 +54,31 @@ def test_one_stopwatch_at_a_time_and_none_after_an_error():
     assert stages.running is None and watch.milliseconds() == {}
 
 
+def test_a_stopwatch_of_a_thread_knows_of_no_other():
+    both = threading.Barrier(2, timeout=10)
+    seen = {}
+
+    def work(name):
+        with Stopwatch(this_thread=True) as watch:
+            both.wait()
+            with stage(name):
+                both.wait()
+            with pytest.raises(RuntimeError, match="another"), Stopwatch(this_thread=True):
+                pass
+        seen[name] = list(watch.milliseconds())
+
+    with Stopwatch() as everyone:
+        threads = [threading.Thread(target=work, args=(name,)) for name in ("first", "second")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with stage("mine"):
+            pass
+    assert seen == {"first": ["first"], "second": ["second"]}
+    assert list(everyone.milliseconds()) == ["mine"] and stage("mine") is stages.NOTHING
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_a_stage_takes_what_its_kernels_take():
     x = torch.rand(4096, 4096, device="cuda")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MaskLike: TypeAlias = "ImageLike | None"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 DEFAULT_SIZE = 832  # longer side in pixels, the paper's size for its ablations
 # Which way up an image is, is told by the sum of the confidences of its matches, but for those that may be
@@ -117,6 +117,27 @@ class PairMatcher:
             setattr(other, name, value)
         check_options(other.size, other.threshold, other.max_matches, other.rotate)
         return other
+
+    def in_dtype(self, dtype: torch.dtype) -> Self:
+        """Another one that computes in this precision; its weights are read again."""
+        info = self.info
+        if info.path is not None and weights_info(info.path, info.config).sha256 != info.sha256:
+            raise UserError("the weights have changed since they were loaded")
+        other = copy.copy(self)
+        other.dtype = dtype
+        other.model = arranged(build_model(info).to(self.device), dtype)
+        return other
+
+    @property
+    def precisions(self) -> list[Precision]:
+        """Those that the device is quick in, and its own, which comes first."""
+        quick: list[Precision]
+        if self.device.type == "cuda":
+            quick = ["bf16", "fp16", "fp32"] if torch.cuda.is_bf16_supported() else ["fp16", "fp32"]
+        else:
+            quick = ["fp32", "bf16"] if has_instructions("bf16") else ["fp32"]
+        own = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+        return [own, *(name for name in quick if name != own)]
 
     def extract(self, images: Sequence[ImageLike], *, size: int | None = None) -> list[ImageFeatures]:
         """What the backbone sees in each image, to be matched any number of times.

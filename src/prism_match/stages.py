@@ -8,7 +8,7 @@
     watch.milliseconds()  # {"prepare": 12.1, "backbone": 80.3, ...}
 
 Nobody waits for anything: on a GPU a stage is two events in its queue, which are read in the end. Without a
-stopwatch a stage is one look at a variable."""
+stopwatch a stage is a look at two variables."""
 
 from __future__ import annotations
 
@@ -23,35 +23,43 @@ import torch
 STAGES = ("prepare", "backbone", "MPMs", "matching", "refinement", "polish")
 NOTHING = nullcontext()
 running: Stopwatch | None = None
+alone = threading.local()  # alone.watch: the one that a thread has for itself
 
 
 def stage(name: str, *, host: bool = False) -> AbstractContextManager[None]:
     """Times what is done inside it under this name, if anyone wants to know. Stages with one name add up; one
     inside another counts for both. host: work of the CPU alone, such as decoding, also where the device is
     a GPU."""
-    watch = running
+    watch = getattr(alone, "watch", None) or running
     return NOTHING if watch is None else watch.stage(name, host)
 
 
 class Stopwatch:
-    """Adds up the stages that run, in any thread, while it is entered: one at a time in a process."""
+    """Adds up the stages that run, in any thread, while it is entered: one at a time in a process. With
+    `this_thread`, those of the thread that enters it alone: one at a time in a thread."""
 
-    def __init__(self, device: str | torch.device = "cpu"):
-        self.device = torch.device(device)
+    def __init__(self, device: str | torch.device = "cpu", *, this_thread: bool = False):
+        self.device, self.this_thread = torch.device(device), this_thread
         self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._lock = threading.Lock()
 
     def __enter__(self) -> Stopwatch:
         global running
-        if running is not None:
+        if (getattr(alone, "watch", None) if self.this_thread else running) is not None:
             raise RuntimeError("another Stopwatch is running")
-        running = self
+        if self.this_thread:
+            alone.watch = self
+        else:
+            running = self
         return self
 
     def __exit__(self, *_: object) -> None:
         global running
-        running = None
+        if self.this_thread:
+            alone.watch = None
+        else:
+            running = None
 
     @contextmanager
     def stage(self, name: str, host: bool = False) -> Iterator[None]:

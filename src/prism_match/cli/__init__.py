@@ -17,7 +17,7 @@ from prism_match.cli.export import export_app
 from prism_match.cli.info import info
 from prism_match.cli.localize import localize_command
 from prism_match.cli.match import match
-from prism_match.cli.serve import serve
+from prism_match.cli.serve import page, serve
 from prism_match.cli.sfm import sfm
 from prism_match.cli.train import train
 from prism_match.cli.train_subpixel import train_subpixel
@@ -40,6 +40,7 @@ app.command()(train_subpixel)
 app.command()(sfm)
 app.command("localize")(localize_command)
 app.command()(serve)
+app.command("app")(page)
 app.add_typer(export_app, name="export")
 app.add_typer(data, name="data")
 

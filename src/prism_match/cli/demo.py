@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -53,3 +55,8 @@ def demo(
     result["median_error_px"] = round(float(np.median(errors)), 3) if len(errors) else None
     result["within_3_px"] = round(float((errors < 3).mean()), 4) if len(errors) else None
     report(result | {"files": [str(f) for f in files]}, as_json)
+    if not as_json:
+        command = (
+            "prism" if shutil.which("prism") else sys.argv[0]
+        )  # as whoever has no PATH to it has called it
+        print(f"\nIn the browser, with photos of yours: {command} app")

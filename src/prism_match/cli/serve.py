@@ -1,4 +1,4 @@
-"""`prism serve`."""
+"""`prism serve`, and `prism app`, which is the same for one person."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def serve(
 ) -> None:
     """Match photos for others, over HTTP.
 
-    The address /docs lists what can be asked for. It ends by Ctrl+C or SIGTERM, once what has begun is done.
+    The address / is a page to do it in a browser, /docs lists what can be asked for. It ends by Ctrl+C or
+    SIGTERM, once what has begun is done.
 
     \b
     Examples:
@@ -68,3 +69,32 @@ def serve(
     )  # fmt: skip
     matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate, polish)
     serve(matcher, settings)
+
+
+def page(
+    port: Annotated[Optional[int], typer.Option(help="[8000, or any that is free]")] = None,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open it.")] = True,
+    size: SizeOption = None,
+    threshold: ThresholdOption = None,
+    rotate: RotateOption = "auto",
+    polish: PolishOption = True,
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = "auto",
+    weights: WeightsOption = None,
+    model_config: ConfigOption = None,
+) -> None:
+    """Match photos in the browser. Nothing leaves this machine.
+
+    It ends by Ctrl+C.
+
+    \b
+    Examples:
+      prism app
+      prism app --size 1152 --no-browser
+    """
+    from prism_match.serve import ServeSettings, check_installed, serve
+
+    check_installed()
+    settings = ServeSettings() if port is None else ServeSettings(port=port)
+    matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate, polish)
+    serve(matcher, settings, any_port=port is None, browser=browser)

@@ -1,5 +1,5 @@
-"""The matcher behind a URL: `prism serve`. FastAPI and uvicorn come with the extra `serve`; nothing but that
-command imports them."""
+"""The matcher behind a URL: `prism serve` and `prism app`. FastAPI and uvicorn come with the extra `serve`;
+nothing but those commands imports them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ def check_installed() -> None:
             raise UserError(f'prism serve needs {module}: pip install "prism-match[serve]"') from error
 
 
-def serve(matcher: Matcher, settings: ServeSettings) -> None:
-    """Answers until it gets SIGTERM or SIGINT; then finishes what it has begun and returns."""
+def serve(
+    matcher: Matcher, settings: ServeSettings, *, any_port: bool = False, browser: bool = False
+) -> None:
+    """Answers until it gets SIGTERM or SIGINT; then finishes what it has begun and returns.
+    any_port: listens on a free port where the one of the settings is taken. browser: shows the page in it."""
     check_installed()
     from prism_match.serve.run import run
 
-    run(matcher, settings)
+    run(matcher, settings, any_port, browser)

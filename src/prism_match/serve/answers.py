@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from dataclasses import dataclass
@@ -55,39 +56,52 @@ def entry(part: str) -> tuple[str, float]:
 @dataclass(frozen=True)
 class Answer:
     matches: Matches
-    estimate: Estimate | None
+    estimates: tuple[Estimate, ...]  # none, one, or the homography and the fundamental matrix
     seconds: dict[str, float]
+    stages: dict[str, float]  # of seconds["match"]
     together: int
     thumbnails: tuple[np.ndarray | None, np.ndarray | None]
+    previews: bool = False
 
     def encode(self, kind: str) -> bytes:
         return {JSON: self._json, NPZ: self._npz, PNG: self._png}[kind]()
 
     def _json(self) -> bytes:
-        m, fit = self.matches, self.estimate
+        m = self.matches
         values: dict[str, Any] = {
             "keypoints0": m.keypoints0.tolist(),
             "keypoints1": m.keypoints1.tolist(),
             "scores": m.scores.tolist(),
             "size0": list(m.size0),
             "size1": list(m.size1),
-            "time": {k: round(v, 6) for k, v in self.seconds.items()},
+            "time": rounded(self.seconds) | {"stages": rounded(self.stages)},
             "batch": self.together,
         }
-        if fit is not None:
-            matrix = None if fit.matrix is None else fit.matrix.tolist()
-            values["geometry"] = {"model": fit.model, "matrix": matrix, "inliers": fit.inliers.tolist()}
+        fits = [
+            {
+                "model": fit.model,
+                "matrix": None if fit.matrix is None else fit.matrix.tolist(),
+                "inliers": fit.inliers.tolist(),
+            }
+            for fit in self.estimates
+        ]
+        if fits:
+            values["geometry"] = fits[0] if len(fits) == 1 else fits
         if m.details is not None:
             keep = {"keep0": m.details.keep0, "keep1": m.details.keep1}
             values["details"] = {k: v.astype(int).tolist() for k, v in keep.items()}
+        if self.previews:
+            small = [encode_png(x) for x in self.thumbnails if x is not None]
+            values["previews"] = [base64.b64encode(x).decode() for x in small]
         return json.dumps(values, separators=(",", ":")).encode()
 
     def _npz(self) -> bytes:
         more: dict[str, np.ndarray] = {}
-        if self.estimate is not None:
-            more["inliers"] = self.estimate.inliers
-            if self.estimate.matrix is not None:
-                more["matrix"] = self.estimate.matrix
+        for fit in self.estimates:
+            prefix = "" if len(self.estimates) == 1 else f"{fit.model}_"
+            more[f"{prefix}inliers"] = fit.inliers
+            if fit.matrix is not None:
+                more[f"{prefix}matrix"] = fit.matrix
         file = io.BytesIO()
         write_npz(file, self.matches, **more)
         return file.getvalue()
@@ -95,13 +109,19 @@ class Answer:
     def _png(self) -> bytes:
         m, (first, second) = self.matches, self.thumbnails
         assert first is not None and second is not None
-        title = f"{len(m)} matches" + (f", {self.estimate.num_inliers} inliers" if self.estimate else "")
+        title = f"{len(m)} matches" + "".join(
+            f", {fit.num_inliers} inliers of the {fit.model} model" for fit in self.estimates
+        )
         at0, at1 = (
             scale_points(points, size, small.shape[1::-1])  # type: ignore[arg-type]
             for points, size, small in ((m.keypoints0, m.size0, first), (m.keypoints1, m.size1, second))
         )
         picture = viz.draw_matches(first, second, at0, at1, m.scores, title=title, longer_side=PICTURE)
         return encode_png(picture)
+
+
+def rounded(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 6) for name, value in seconds.items()}
 
 
 def thumbnail(rgb: np.ndarray) -> np.ndarray:

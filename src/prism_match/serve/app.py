@@ -12,16 +12,15 @@ import hmac
 import logging
 import time
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import PIL.Image
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, RedirectResponse, Response
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from prism_match import __version__
@@ -33,6 +32,7 @@ from prism_match.serve.answers import PNG, Answer, chosen, thumbnail
 from prism_match.serve.batches import Manner, ModelThread
 from prism_match.serve.kept import Kept, KeptFeatures
 from prism_match.serve.metrics import Metrics
+from prism_match.serve.pages import add_pages, examples
 from prism_match.serve.photos import FORMATS, read_photo
 from prism_match.serve.refusal import Gone, Refused, complain
 from prism_match.serve.requests import FeatureOptions, MatchOptions, Sent, read_request, too_large
@@ -40,14 +40,8 @@ from prism_match.serve.settings import MIB, ServeSettings, is_local
 from prism_match.weights import SHIPPED
 
 Result = TypeVar("Result")
-STATIC = Path(__file__).parent / "static"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 GONE = 499  # what nginx calls it; nobody gets to see it but the metrics
-# Pages of ours load nothing, from here or elsewhere.
-PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
-    "X-Content-Type-Options": "nosniff",
-}
 
 
 class Service:
@@ -174,6 +168,9 @@ class Service:
         kind = chosen(accept)
         options = sent.options(MatchOptions)
         self.check_size(options.size)
+        if options.precision is not None and options.precision not in self.matcher.precisions:
+            offered = ", ".join(self.matcher.precisions)
+            raise Refused(422, f"precision: the server offers {offered}, not {options.precision}")
         for n in (0, 1):
             given = (f"image{n}" in sent.files) + (getattr(options, f"key{n}") is not None)
             if given != 1:
@@ -185,10 +182,12 @@ class Service:
             options.rotate or own.rotate,
             own.polish if options.polish is None else options.polish,
             options.details,
+            options.precision or self.matcher.precisions[0],
         )
+        small = kind == PNG or options.previews
         start = time.perf_counter()
         sides = await asyncio.gather(
-            *(self._side(n, sent, options, manner, kind == PNG) for n in (0, 1)), return_exceptions=True
+            *(self._side(n, sent, options, manner, small) for n in (0, 1)), return_exceptions=True
         )
         sent.files.clear()
         for side in sides:
@@ -198,12 +197,20 @@ class Service:
         decoded = time.perf_counter() - start
         done = await asyncio.wrap_future(self.model.submit((first, second), manner))
         seconds = {"upload": uploaded, "decode": decoded, "wait": done.waited, "match": done.took}
-        seconds["total"] = sum(seconds.values())
 
         def finish() -> bytes:
             matches = done.result.filter(top=own.max_matches, spread=options.max_matches)
-            estimate = None if options.geometry is None else matches.estimate(options.geometry)
-            return Answer(matches, estimate, seconds, done.together, (thumbnail0, thumbnail1)).encode(kind)
+            start = time.perf_counter()
+            models = ("homography", "fundamental") if options.geometry == "both" else (options.geometry,)
+            estimates = tuple(matches.estimate(model) for model in models if model is not None)
+            if estimates:
+                seconds["geometry"] = time.perf_counter() - start
+            seconds["total"] = sum(seconds.values())
+            thumbnails = thumbnail0, thumbnail1
+            answer = Answer(
+                matches, estimates, seconds, done.stages, done.together, thumbnails, options.previews
+            )
+            return answer.encode(kind)
 
         return Response(await self.in_thread(finish), media_type=kind, headers={"Cache-Control": "no-store"})
 
@@ -273,6 +280,7 @@ class Service:
             "version": __version__,
             "device": str(own.device),
             "precision": str(own.dtype).removeprefix("torch."),
+            "precisions": own.precisions,
             "weights": {
                 "sha256": own.info.sha256,
                 "shipped": own.info.path == SHIPPED,
@@ -295,6 +303,7 @@ class Service:
                 "features_seconds": limits.features_seconds,
             },
             "formats": list(FORMATS),
+            "examples": examples(),
         }
 
 
@@ -360,18 +369,7 @@ def create_app(matcher: PairMatcher, settings: ServeSettings) -> FastAPI:
         sentence = sentences.get(error.status_code, str(error.detail))
         return JSONResponse({"error": sentence}, error.status_code, error.headers)
 
-    def page(name: str) -> Callable[[], Awaitable[Response]]:
-        async def show() -> Response:
-            text = (STATIC / name).read_text(encoding="utf-8")
-            return Response(text, media_type="text/html", headers=PAGE_HEADERS)
-
-        return show
-
-    @app.get("/", include_in_schema=False)
-    async def root() -> Response:
-        return RedirectResponse("/docs")
-
-    app.get("/docs", include_in_schema=False)(page("docs.html"))
+    add_pages(app)
 
     @app.post("/v1/match", **schema.MATCH)
     async def match(request: Request) -> Response:

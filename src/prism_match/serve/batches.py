@@ -7,17 +7,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from prism_match.config import Rotate
+from prism_match.config import Precision, Rotate
 from prism_match.errors import UserError
-from prism_match.matcher import ImageFeatures, PairMatcher, Prepared, group_by
+from prism_match.matcher import DTYPES, ImageFeatures, PairMatcher, Prepared, group_by
 from prism_match.matches import Matches
 from prism_match.serve.refusal import Refused, complain
+from prism_match.stages import STAGES, Stopwatch
 
 WARM_UP = 128  # pixels a side
 Images: TypeAlias = "tuple[Prepared | ImageFeatures, ...]"
@@ -31,6 +32,7 @@ class Manner:
     rotate: Rotate
     polish: bool
     details: bool = False
+    precision: Precision | None = None  # None: the server's own
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Done:
     result: Any  # the Matches of two images, the ImageFeatures of one
     waited: float  # seconds
     took: float
+    stages: dict[str, float]  # seconds of `took`, by name
     together: int  # with how many it shared the model, itself included
 
 
@@ -56,6 +59,7 @@ class ModelThread:
         """observe: is told of each batch how many jobs it had and how many seconds it took."""
         self.matcher, self.batch, self.observe = matcher, batch, observe
         self.ready = False
+        self.arranged = {matcher.dtype: matcher}  # by the precision to compute in, as they are asked for
         self.pace = 0.0  # seconds a job, lately
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
@@ -130,7 +134,8 @@ class ModelThread:
     def _answer(self, jobs: Sequence[Job], start: float) -> None:
         """Every future gets its result or its error."""
         try:
-            results = self._work(jobs)
+            with Stopwatch(self.matcher.device, this_thread=True) as watch:
+                results = self._work(jobs)
         except Exception as error:
             if len(jobs) > 1:  # one of them is to blame; or less memory at a time will do
                 free_memory()
@@ -139,23 +144,41 @@ class ModelThread:
                 return
             jobs[0].future.set_exception(refusal(error))
             return
-        took = time.perf_counter() - start
+        took, parts = time.perf_counter() - start, watch.milliseconds()
+        stages = {name: parts[name] / 1000 for name in STAGES if name in parts}
         for job, result in zip(jobs, results, strict=True):
-            job.future.set_result(Done(result, start - job.arrived, took, len(jobs)))
+            job.future.set_result(Done(result, start - job.arrived, took, stages, len(jobs)))
 
     def _work(self, jobs: Sequence[Job]) -> list[Matches | ImageFeatures]:
         options = asdict(jobs[0].manner)
-        details = options.pop("details")
-        matcher = self.matcher.adjusted(**options)
+        details, precision = options.pop("details"), options.pop("precision")
+        matcher = self._in_precision(precision).adjusted(**options)
         fresh = [image for job in jobs for image in job.images if isinstance(image, Prepared)]
         seen = iter(matcher.extract_prepared(fresh))
         known = [
-            tuple(next(seen) if isinstance(image, Prepared) else image for image in job.images)
+            tuple(
+                next(seen) if isinstance(image, Prepared) else in_dtype(image, matcher.dtype)
+                for image in job.images
+            )
             for job in jobs
         ]
         pairs = [(images[0], images[1]) for images in known if len(images) == 2]
         found = iter(matcher.match_extracted(pairs, details=details))
         return [next(found) if len(images) == 2 else images[0] for images in known]
+
+    def _in_precision(self, precision: Precision | None) -> PairMatcher:
+        dtype = self.matcher.dtype if precision is None else DTYPES[precision]
+        if dtype not in self.arranged:
+            self.arranged[dtype] = self.matcher.in_dtype(dtype)
+        return self.arranged[dtype]
+
+
+def in_dtype(image: ImageFeatures, dtype: torch.dtype) -> ImageFeatures:
+    """Kept features, for a model of another precision than the one that saw them."""
+    f = image.features
+    if f.fine.dtype == dtype:
+        return image
+    return replace(image, features=replace(f, coarse=f.coarse.to(dtype), fine=f.fine.to(dtype)))
 
 
 def refusal(error: Exception) -> Exception:

@@ -55,10 +55,18 @@ class MatchOptions(BaseModel):
         Rotate | None, Field(description="Try the second image turned by 90, 180 and 270 degrees.")
     ] = None
     polish: Annotated[bool | None, Field(description="Make matches exact at the images' own size.")] = None
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None,
+        Field(description="To compute in; /v1/info lists those that the server offers."),
+    ] = None
     geometry: Annotated[
-        Literal["fundamental", "homography"] | None, Field(description="Model to fit; tells the inliers.")
+        Literal["fundamental", "homography", "both"] | None,
+        Field(description="Model to fit; tells the inliers. both: a list of the homography and the other."),
     ] = None
     details: Annotated[bool, Field(description="Also tell which cells were kept after each MPM.")] = False
+    previews: Annotated[
+        bool, Field(description="In JSON: also give both images as they were read, small, in base64.")
+    ] = False
 
 
 @dataclass

@@ -6,12 +6,14 @@ import contextlib
 import signal
 import socket
 import threading
+import webbrowser
 from collections.abc import Iterator
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from prism_match.errors import UserError
 from prism_match.matcher import PairMatcher
 from prism_match.serve.app import create_app
 from prism_match.serve.settings import ServeSettings, listen
@@ -57,16 +59,32 @@ def make_server(app: FastAPI, settings: ServeSettings) -> Server:
     )
 
 
-def run(matcher: PairMatcher, settings: ServeSettings) -> None:
-    listener = listen(settings.host, settings.port)
+def run(matcher: PairMatcher, settings: ServeSettings, any_port: bool = False, browser: bool = False) -> None:
+    try:
+        listener = listen(settings.host, settings.port)
+    except UserError:
+        if not any_port:
+            raise
+        listener = listen(settings.host, 0)
     server = make_server(create_app(matcher, settings), settings)
     precision = str(matcher.dtype).removeprefix("torch.")
+    address = url(settings.host, listener)
     print(
-        f"listening on {url(settings.host, listener)} ({matcher.device}, {precision}, {matcher.size} px); "
-        "Ctrl+C ends it",
+        f"listening on {address} ({matcher.device}, {precision}, {matcher.size} px); Ctrl+C ends it",
         flush=True,
     )
+    if browser:  # which may take its time, and waits for the server where it is quicker
+        threading.Thread(target=show, args=(address,), daemon=True).start()
     server.run(sockets=[listener])
+
+
+def show(address: str) -> None:
+    try:
+        shown = webbrowser.open(address)
+    except webbrowser.Error:
+        shown = False
+    if not shown:
+        print(f"no browser could be opened: open {address} in one", flush=True)
 
 
 def url(host: str, listener: socket.socket) -> str:

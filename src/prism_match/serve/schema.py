@@ -31,7 +31,9 @@ class Times(BaseModel):
     decode: float
     wait: float = Field(description="For the model to be free.")
     match: float = Field(description="Of all pairs that were matched together.")
+    geometry: float | None = Field(None, description="Where it was asked for.")
     total: float
+    stages: dict[str, float] = Field(description="Of match: backbone, MPMs, matching, refinement, polish.")
 
 
 class Geometry(BaseModel):
@@ -53,8 +55,9 @@ class Matched(BaseModel):
     size1: tuple[int, int]
     time: Times
     batch: int = Field(description="Requests that were matched together.")
-    geometry: Geometry | None = Field(None, description="Where it was asked for.")
+    geometry: Geometry | list[Geometry] | None = Field(None, description="Where it was asked for.")
     details: Details | None = Field(None, description="Where they were asked for.")
+    previews: list[str] | None = Field(None, description="PNG in base64, where they were asked for.")
 
 
 class KeptKey(BaseModel):
@@ -107,9 +110,12 @@ MATCHED_EXAMPLE = {
     "scores": [0.97, 0.83],
     "size0": [640, 480],
     "size1": [640, 480],
-    "time": {"upload": 0.002, "decode": 0.011, "wait": 0.0, "match": 0.092, "total": 0.105},
+    "time": {
+        "upload": 0.002, "decode": 0.011, "wait": 0.0, "match": 0.092, "total": 0.105,
+        "stages": {"backbone": 0.04, "MPMs": 0.035, "matching": 0.003, "refinement": 0.006, "polish": 0.008},
+    },
     "batch": 1,
-}
+}  # fmt: skip
 
 # `responses` is read by FastAPI alone; the answers are made by hand too.
 PLAIN: dict[str, Any] = {"response_class": Response}
