@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from reference import partner_distances
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -267,6 +268,8 @@ class Fused:
             return lambda x, bias, more: torch.relu(x + bias.view(-1, 1, 1) + more)
         if name == "attend_segments":
             return partial(kernels.attend_segments, lengths=([70, 80], [40, 120]))
+        if name == "norm_gelu":
+            return lambda x, weight, bias, eps: F.gelu(F.layer_norm(x, x.shape[1:], weight, bias, eps))
         return getattr(kernels, name)
 
 

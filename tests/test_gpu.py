@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cv2
@@ -102,6 +103,40 @@ def test_same_result_twice_and_finite(precision: str, photo: np.ndarray) -> None
     first, second = (matcher.match(photo, photo[::-1].copy()) for _ in range(2))
     assert np.isfinite(first.keypoints1).all() and len(first) > 0
     assert np.array_equal(first.keypoints1, second.keypoints1)
+
+
+def test_what_is_recorded_gives_the_same(photo: np.ndarray) -> None:
+    matcher = Matcher(device="cuda", precision="bf16", size=320)
+    pairs = [(photo, np.roll(photo, 20, axis=1)), (photo[:300], np.roll(photo, 9, axis=0)[:300])]
+    features = matcher.extract([photo])[0]
+    before = features.features.coarse.clone(), features.features.fine.clone()
+    first = [matcher.match(*pair) for pair in pairs]
+    assert not any(r.graph for r in matcher.recorder.recordings.values())
+    for _ in range(4):  # in turns, so that one could disturb the other
+        for pair, expected in zip(pairs, first, strict=True):
+            found = matcher.match(*pair)
+            assert np.array_equal(expected.keypoints0, found.keypoints0)
+            assert np.array_equal(expected.keypoints1, found.keypoints1)
+            assert np.array_equal(expected.scores, found.scores)
+    assert matcher.recorder.enabled
+    assert sum(r.graph is not None for r in matcher.recorder.recordings.values()) > 10
+    assert torch.equal(before[0], features.features.coarse) and torch.equal(before[1], features.features.fine)
+    matcher.recorder.clear()
+    assert np.array_equal(first[0].keypoints1, matcher.match(*pairs[0]).keypoints1)
+
+
+def test_threads_and_streams_share_what_is_recorded(photo: np.ndarray) -> None:
+    matcher = Matcher(device="cuda", precision="bf16", size=320)
+    pairs = [(photo, np.roll(photo, 5 * n, axis=1)) for n in range(1, 5)]
+    alone = [matcher.match(*pair).keypoints1 for pair in pairs for _ in range(4)][::4]
+
+    def match(n: int) -> np.ndarray:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return matcher.match(*pairs[n % 4]).keypoints1
+
+    with ThreadPoolExecutor(4) as pool:
+        for n, found in enumerate(pool.map(match, range(32))):
+            assert np.array_equal(found, alone[n % 4])
 
 
 def test_batches_give_what_singles_give(photo: np.ndarray) -> None:

@@ -124,8 +124,8 @@ class PairMatcher:
         if info.path is not None and weights_info(info.path, info.config).sha256 != info.sha256:
             raise UserError("the weights have changed since they were loaded")
         other = copy.copy(self)
-        other.dtype = dtype
-        other.model = arranged(build_model(info).to(self.device), dtype)
+        other.dtype, other.recorder = dtype, Recorder()  # what is recorded has a precision
+        other.model = arranged(build_model(info).to(self.device), dtype, other.recorder)
         return other
 
     @property

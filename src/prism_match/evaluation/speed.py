@@ -73,9 +73,7 @@ class Row:
     milliseconds: float | None = None  # the median; None: it could not be run
     milliseconds_95: float | None = None  # the 95th percentile
     repeats: int = 0
-    memory_mib: float | None = (
-        None  # taken of a GPU above what was held before; None: a CPU
-    )
+    memory_mib: float | None = None  # taken of a GPU above what was held before; None: a CPU
     pairs_per_second: float | None = None
     matches: int | None = None
     kept_cells: tuple[int, int] | None = None  # of either image, after the last MPM
