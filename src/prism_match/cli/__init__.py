@@ -21,6 +21,7 @@ from prism_match.cli.serve import serve
 from prism_match.cli.sfm import sfm
 from prism_match.cli.train import train
 from prism_match.cli.train_subpixel import train_subpixel
+from prism_match.cli.view import view
 from prism_match.errors import UserError
 
 app = typer.Typer(
@@ -39,6 +40,7 @@ app.command()(train)
 app.command()(train_subpixel)
 app.command()(sfm)
 app.command("localize")(localize_command)
+app.command()(view)
 app.command()(serve)
 app.add_typer(export_app, name="export")
 app.add_typer(data, name="data")
