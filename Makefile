@@ -5,7 +5,7 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test test-slow lint clean
 
-demo: $(READY)  ## match the bundled pair of photos and write pictures to demo/
+demo: $(READY)  ## match the bundled pairs of photos and write pictures to demo/
 	$(BIN)/prism demo -o demo
 
 test: $(READY)  ## the default suite: 2 CPU cores, no network, minutes

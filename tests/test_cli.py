@@ -103,6 +103,16 @@ def test_untrained_weights_are_called_so(prism, tmp_path: Path) -> None:
     assert "untrained" in err and "matches" in text
 
 
+def test_demo_matches_both_pairs(prism, tmp_path: Path) -> None:
+    code, text, _ = prism("demo", "-o", tmp_path, "--size", 160, "--device", "cpu", "--json")
+    results = json.loads(text)
+    assert code == 0 and set(results) == {"motorcycle", "astronaut"}
+    for name, result in results.items():
+        assert {Path(f).parent for f in result["files"]} == {tmp_path / name}
+        assert {"matches.png", "pruning.png"} <= {p.name for p in (tmp_path / name).iterdir()}
+        assert result["known_truth"] <= result["matches"]
+
+
 def test_info(prism) -> None:
     code, text, _ = prism("info", "--json", tiny=False)
     result = json.loads(text)
