@@ -1,6 +1,6 @@
 """Makes the pairs of photos that `prism demo` matches, with their geometry.
 
-The motorcycle is a stereo pair of Middlebury's with the disparities that they measured, whose source is told in
+The motorcycle is a stereo pair of Middlebury's with measured disparities, whose source is told in
 src/prism_match/assets/README.md. It comes with scikit-image up to 0.17 and is downloaded by later ones.
 
 The portrait is NASA's of the astronaut Eileen Collins, which is in the public domain, as it comes with

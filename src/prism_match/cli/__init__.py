@@ -28,7 +28,6 @@ app = typer.Typer(
     name="prism",
     help="Find where two photos show the same points. Exit code 0: done, 2: something in the call to mend.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -55,7 +54,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 def main() -> None:
     try:
-        app()
+        app(prog_name="prism")  # also as `python -m prism_match`, so that its completion is that of `prism`
     except UserError as error:
         print(f"prism: {error}", file=sys.stderr)
         sys.exit(2)
