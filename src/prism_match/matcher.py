@@ -463,7 +463,7 @@ def find_device(name: str | torch.device) -> torch.device:
 @cache
 def warn_of_metal() -> None:
     """Once."""
-    log.warning("mps: untested; compare the matches with those of device=\"cpu\" before you rely on them")
+    log.warning('mps: untested; compare the matches with those of device="cpu" before you rely on them')
 
 
 def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:
