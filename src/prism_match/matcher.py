@@ -65,7 +65,7 @@ class PairMatcher:
         polish: bool = True,
         config: ModelConfig | None = None,
     ):
-        """weights: a .safetensors file, or hf:OWNER/REPO[@REVISION][:FILE] for one on the Hugging Face Hub;
+        """weights: a .safetensors file, or `hf:OWNER/REPO[@REVISION][:FILE]` for one on the Hugging Face Hub;
         None: those that ship in the package.
         precision: "auto" is bf16 on a GPU that has it and fp32 elsewhere.
         size: images are shrunk to this longer side before they are matched; never enlarged.
