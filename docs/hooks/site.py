@@ -1,5 +1,5 @@
-"""What mkdocs does not do by itself: links to files of the repository lead nowhere in the site and become plain
-text, and a page that would load anything from elsewhere stops the build."""
+"""What mkdocs does not do by itself. Links to files of the repository lead nowhere in a site and become
+plain text, and a page that would load anything from elsewhere stops the build."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def draw_outside(
     shown = np.flatnonzero((depth > nearest) & np.all((at >= 2) & (at < [w - 4, h - 4]), axis=1))
     shown = shown[np.argsort(-depth[shown])]  # near ones cover far ones
     x, y = np.rint(at[shown]).astype(int).T
-    dot = 3 if len(shown) > 20_000 else 5
+    dot = 3 if len(shown) > 20_000 else 5 if len(shown) > 2_000 else 9
     for dy in range(dot):
         for dx in range(dot):
             # Pale points would be lost on white.
