@@ -141,7 +141,11 @@ class Viewer:
         server, scene, lookout = self._server, self._server.scene, self._lookout
         scene.set_up_direction(lookout.up)
         start = server.initial_camera
-        start.position, start.look_at = self.place(lookout.eye), self.place(lookout.target)
+        # A step to the right: the panel covers what is there.
+        right, reach = lookout.axes()[0], np.linalg.norm(lookout.target - lookout.eye)
+        step = 0.25 * np.tan(FIELD / 2) * reach * right
+        self._start = self.place(lookout.eye + step), self.place(lookout.target + step)
+        start.position, start.look_at = self._start
         start.fov = FIELD
         self._cloud = scene.add_point_cloud(
             "/points", self._xyz.astype(np.float32), self._colours, point_size=0.02, precision="float32",
@@ -219,8 +223,7 @@ class Viewer:
                 client.camera.up_direction = -R[1]
             else:
                 client.camera.up_direction = self._lookout.up
-                client.camera.position = self.place(self._lookout.eye)
-                client.camera.look_at = self.place(self._lookout.target)
+                client.camera.position, client.camera.look_at = self._start
 
     # ---- a point, and the photos that see it
 
