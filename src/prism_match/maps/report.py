@@ -17,7 +17,7 @@ from prism_match.images import write_png
 from prism_match.maps.outside import BLACK, RED, down_and_forward, draw_outside, extent, finite_points
 
 GRAY = (120, 120, 120)
-PICTURES = GRAPH, TOP_VIEW, VIEW = "match_graph.png", "top_view.png", "view.png"
+PICTURES = GRAPH, TOP_VIEW, VIEW = "match_graph.png", "top_view.png", "map_view.png"
 MOST_NAMES = 40  # images whose names are written beside the graph
 
 
