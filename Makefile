@@ -3,9 +3,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow lint docs clean
+export NO_MKDOCS_2_WARNING = 1
 
-demo: $(READY)  ## match the bundled pair of photos and write pictures to demo/
+demo: $(READY)  ## match the bundled pairs of photos and write pictures to demo/
 	$(BIN)/prism demo -o demo
 
 test: $(READY)  ## the default suite: 2 CPU cores, no network, minutes
@@ -14,11 +15,15 @@ test: $(READY)  ## the default suite: 2 CPU cores, no network, minutes
 test-slow: $(READY)  ## everything that runs on this machine
 	$(BIN)/pytest -m "slow or gpu or not slow"
 
+docs: $(READY)  ## the documentation as a site in site/; stops at a broken link, or what is loaded from elsewhere
+	$(BIN)/mkdocs build --strict
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	if [ -x $(BIN)/mkdocs ]; then $(BIN)/mkdocs build --strict --quiet --site-dir build/site; fi
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,4 +31,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist demo site .pytest_cache .mypy_cache .ruff_cache

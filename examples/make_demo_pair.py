@@ -1,23 +1,38 @@
-"""Makes the pair of photos that `prism demo` matches, with its exact geometry.
+"""Makes the pairs of photos that `prism demo` matches, with their geometry.
 
-The photo is NASA's portrait of the astronaut Eileen Collins, which is in the public domain, as it
-comes with scikit-image (pip install scikit-image). The second view is the first one zoomed, turned and
+The motorcycle is a stereo pair of Middlebury's with measured disparities, whose source is told in
+src/prism_match/assets/README.md. It comes with scikit-image up to 0.17 and is downloaded by later ones.
+
+The portrait is NASA's of the astronaut Eileen Collins, which is in the public domain, as it comes with
+scikit-image (pip install scikit-image). The second view is the first one zoomed, turned and
 tilted, under dimmer light and with noise: hard enough to be worth a look, and known to the last digit.
 
     python examples/make_demo_pair.py
 """
 
-from pathlib import Path
-
 import cv2
 import numpy as np
 from skimage import data
 
-ASSETS = Path(__file__).parents[1] / "src" / "prism_match" / "assets"
+from prism_match.evaluation.bundled import ASSETS, DISPARITY_UNITS
+
 WIDTH, HEIGHT = 480, 400
 
 
 def main() -> None:
+    astronaut()
+    motorcycle(*data.stereo_motorcycle())
+
+
+def motorcycle(left: np.ndarray, right: np.ndarray, disparity: np.ndarray) -> None:
+    for name, image in (("motorcycle0.jpg", left), ("motorcycle1.jpg", right)):
+        cv2.imwrite(str(ASSETS / name), image[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 92])
+    known = np.isfinite(disparity)
+    units = np.where(known, (np.where(known, disparity, 0) * DISPARITY_UNITS).round(), 0).astype(np.uint16)
+    cv2.imwrite(str(ASSETS / "motorcycle_disparity.png"), units, [cv2.IMWRITE_PNG_COMPRESSION, 9])
+
+
+def astronaut() -> None:
     photo = data.astronaut()
     # Where the corners of the second view lie in the photo: turned by 17 degrees, closer on the right.
     angle = np.radians(17)

@@ -1,8 +1,9 @@
 """Makes the pictures at the top of the README with the shipped weights, and prints how exact the matches are.
 
-The photos come with scikit-image (pip install scikit-image), and its documentation names their licences:
+The motorcycle is the pair of real photos in the package. The photos of the other two pairs come with
+scikit-image (pip install scikit-image), and its documentation names their licences:
 astronaut and hubble_deep_field (NASA), rocket (SpaceX) and clock are in the public domain, the others CC0.
-The ground truth is exact, since both pairs are made: a rendered house that is painted with the photos, and
+The ground truth is exact, since these pairs are made: a rendered house that is painted with the photos, and
 a wall of the photos. Takes a few minutes.
 
     python examples/make_pictures.py
@@ -16,6 +17,7 @@ import torch
 from skimage import data
 
 from prism_match import Matcher, Matches, viz
+from prism_match.evaluation.bundled import BUNDLED
 from prism_match.geometry import resize_matrix, warp_points
 from prism_match.training.data.photos import PhotoStore
 from prism_match.training.data.worlds import source
@@ -32,14 +34,23 @@ WIDTH, HEIGHT = 640, 480
 
 def main() -> None:
     matcher = Matcher(device="cpu")
+    motorcycle, errors = match_motorcycle(matcher)
+    report("motorcycle", motorcycle, errors[np.isfinite(errors)])
     baseline, errors = match_house(matcher)
     report("baseline", baseline, errors)
     scale, errors = match_wall(matcher)
     report("scale", scale, errors)
     pruning = viz.draw_pruning(*photos(scale), scale.details.keep0, scale.details.keep1)
-    pictures = {"baseline": plot(baseline), "scale": plot(scale), "pruning": pruning}
+    pictures = {
+        "motorcycle": draw_motorcycle(motorcycle), "baseline": plot(baseline), "scale": plot(scale),
+        "pruning": pruning,
+    }  # fmt: skip
     for name, picture in pictures.items():
-        cv2.imwrite(str(IMAGES / f"{name}.jpg"), picture[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 80])
+        write(name, picture)
+
+
+def write(name: str, picture: np.ndarray) -> None:
+    cv2.imwrite(str(IMAGES / f"{name}.jpg"), picture[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 80])
 
 
 def photos(matches: Matches) -> tuple[np.ndarray, np.ndarray]:
@@ -54,6 +65,30 @@ def plot(matches: Matches) -> np.ndarray:
 def report(name: str, matches: Matches, errors: np.ndarray) -> None:
     median, within = np.median(errors), 100 * np.mean(errors < 3)
     print(f"{name}: {len(matches)} matches, median error {median:.2f} px, {within:.0f} % within 3 px")
+
+
+def match_motorcycle(matcher: Matcher) -> tuple[Matches, np.ndarray]:
+    """Their matches, and the errors in pixels of the second (NaN where the truth is not known)."""
+    pair = BUNDLED["motorcycle"]
+    matches = matcher.match(*pair.photos)
+    return matches, pair.errors(matches.keypoints0, matches.keypoints1)
+
+
+def draw_motorcycle(matches: Matches) -> np.ndarray:
+    """Some of the matches above, and below, of all of them, by how much they have moved: red is near."""
+    above = matches.filter(spread=120).plot()
+    left, right = photos(matches)
+    moved = matches.keypoints0[:, 0] - matches.keypoints1[:, 0]
+    low, high = np.percentile(moved, [2, 98])
+    shade = (255 * ((moved - low) / (high - low)).clip(0, 1)).round().astype(np.uint8)
+    colours = cv2.applyColorMap(shade[:, None], cv2.COLORMAP_TURBO)[:, 0, ::-1].tolist()
+    dim = [cv2.cvtColor(cv2.cvtColor(x, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB) // 2 for x in (left, right)]
+    for image, points in zip(dim, (matches.keypoints0, matches.keypoints1), strict=True):
+        for point, colour in zip(points, colours, strict=True):
+            cv2.circle(image, viz.fixed(point), 3 << viz.SHIFT, colour, -1, cv2.LINE_AA, viz.SHIFT)
+    below = viz.side_by_side(*dim)
+    picture = np.vstack([above, np.full((viz.GAP, above.shape[1], 3), 255, np.uint8), below])
+    return viz.shrink(picture, 1000)[0]
 
 
 def match_house(matcher: Matcher) -> tuple[Matches, np.ndarray]:

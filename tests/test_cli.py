@@ -103,6 +103,16 @@ def test_untrained_weights_are_called_so(prism, tmp_path: Path) -> None:
     assert "untrained" in err and "matches" in text
 
 
+def test_demo_matches_both_pairs(prism, tmp_path: Path) -> None:
+    code, text, _ = prism("demo", "-o", tmp_path, "--size", 160, "--device", "cpu", "--json")
+    results = json.loads(text)
+    assert code == 0 and set(results) == {"motorcycle", "astronaut"}
+    for name, result in results.items():
+        assert {Path(f).parent for f in result["files"]} == {tmp_path / name}
+        assert {"matches.png", "pruning.png"} <= {p.name for p in (tmp_path / name).iterdir()}
+        assert result["known_truth"] <= result["matches"]
+
+
 def test_info(prism) -> None:
     code, text, _ = prism("info", "--json", tiny=False)
     result = json.loads(text)
@@ -169,6 +179,29 @@ def test_unwritable_folder(prism, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     code, _, err = prism("match", *PAIR, "-o", tmp_path / "out", *FAST)
     assert code == 2 and "out" in err
+
+
+def test_python_m_is_the_command() -> None:
+    words = [sys.executable, "-m", "prism_match"]
+    done = subprocess.run([*words, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"prism-match {__version__}\n")
+    done = subprocess.run([*words, "match", "a.jpg"], capture_output=True, text=True)
+    assert done.returncode == 2 and "Usage: prism match" in done.stderr
+
+
+def test_completion(tmp_path: Path) -> None:
+    """The shell is told where to ask, and asking there answers."""
+    words = [sys.executable, "-m", "prism_match"]
+    told = os.environ | {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    subprocess.run([*words, "--install-completion", "bash"], env=told, check=True, capture_output=True)
+    (script,) = tmp_path.rglob("prism.sh")
+    assert "_PRISM_COMPLETE=complete_bash" in script.read_text()
+    assert str(script) in (tmp_path / ".bashrc").read_text()
+    ask = os.environ | {"_PRISM_COMPLETE": "complete_bash"}
+    for line, word, answer in (("prism vi", 1, "view"), ("prism sfm --ma", 2, "--mapper")):
+        ask |= {"COMP_WORDS": line, "COMP_CWORD": str(word)}
+        found = subprocess.run(words, env=ask, capture_output=True, text=True)
+        assert answer in found.stdout.split(), found.stderr
 
 
 def test_import_is_light() -> None:

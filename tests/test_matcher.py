@@ -709,3 +709,18 @@ def test_wrong_weights(tmp_path: Path) -> None:
     path.write_bytes(b"nonsense")
     with pytest.raises(UserError, match="not a file of PRISM weights"):
         load_model(path)
+
+
+def test_metal_is_allowed_and_called_untested(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(UserError, match="mps: this machine, or its PyTorch, has no Metal"):
+        Matcher(config=TINY, device="mps")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    matcher_module.warn_of_metal.cache_clear()
+    for _ in range(3):
+        device = matcher_module.find_device("mps")
+        assert device.type == "mps"
+        assert matcher_module.find_dtype("auto", device) == torch.float32
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == ["mps: untested"]

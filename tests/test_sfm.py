@@ -139,7 +139,7 @@ def test_the_model_is_there_in_every_format(built):
     header = (out / "sparse" / "0" / "points.ply").read_bytes()[:400]
     assert b"element vertex %d" % summary["points"] in header
     assert len(binary.points) == summary["points"]
-    for name in ("report.md", "match_graph.png", "top_view.png", "database.db", "matches.h5"):
+    for name in ("report.md", "match_graph.png", "top_view.png", "map_view.png", "database.db", "matches.h5"):
         assert (out / name).stat().st_size > 0
 
 

@@ -11,7 +11,9 @@ import torch
 
 from prism_match import Matcher, UserError
 from prism_match import weights as weights_module
+from prism_match.evaluation.bundled import BUNDLED
 from prism_match.geometry import warp_points
+from prism_match.images import load_image
 
 ASSETS = Path(__file__).parents[1] / "src" / "prism_match" / "assets"
 
@@ -37,6 +39,38 @@ def test_the_demo_pair(
     assert matches.details is not None
     assert matches.details.keep0[-1].mean() < 0.5, "the second view shows less than half of the first"
     assert matches.details.keep1[-1].mean() > 0.9
+
+
+def test_the_motorcycle(matcher: Matcher) -> None:
+    """Real photos from two places, with measured depth."""
+    pair = BUNDLED["motorcycle"]
+    matches = matcher.adjusted(size=384).match(*pair.photos)
+    errors = pair.errors(matches.keypoints0, matches.keypoints1)
+    known = errors[np.isfinite(errors)]
+    assert len(matches) > 700 and len(known) > 0.85 * len(matches)
+    assert np.median(known) < 0.5 and (known < 3).mean() > 0.8
+
+
+def test_the_truth_about_the_motorcycle() -> None:
+    """The second photo, looked up where the truth says, is the first one."""
+    pair = BUNDLED["motorcycle"]
+    first, second = (load_image(path).gray for path in pair.photos)
+    y, x = np.mgrid[0:500:4, 0:741:4].reshape(2, -1)
+    truth = pair.truth(np.stack([x, y], axis=1))
+    known = np.isfinite(truth).all(axis=1) & (truth[:, 0] >= 0)
+    assert 0.8 < known.mean() < 1
+
+    def difference(points: np.ndarray) -> float:
+        there = cv2.remap(second, *points[known].astype(np.float32).T[..., None], cv2.INTER_LINEAR)[:, 0]
+        return float(np.median(np.abs(first[y, x][known] - there)))
+
+    right = difference(truth)
+    assert right < 0.015
+    for wrong in (np.stack([2 * x - truth[:, 0], y], 1), truth + [4, 0], truth + [0, 4]):
+        assert difference(wrong) > 2 * right
+    between = pair.truth(np.array([[300.25, 310.5], [-1.0, -1.0], [740.4, 499.4]]))
+    assert np.isfinite(between[0]).all() and 10 < 300.25 - between[0, 0] < 60
+    assert pair.truth(np.zeros((0, 2))).shape == (0, 2)
 
 
 def test_a_small_shift(matcher: Matcher, photo: np.ndarray) -> None:

@@ -62,6 +62,7 @@ class Model:
     path: Path
     views: tuple[PosedView, ...]
     points: np.ndarray  # p 3, float64
+    colours: np.ndarray | None = None  # p 3, uint8; None: not known
 
     @cached_property
     def _tracks(self) -> tuple[np.ndarray, np.ndarray]:
@@ -70,6 +71,11 @@ class Model:
         views = np.repeat(np.arange(len(self.views)), [len(v.points) for v in self.views])
         order = np.argsort(ids, kind="stable")
         return views[order], np.searchsorted(ids[order], np.arange(len(self.points) + 1))
+
+    def seen_by(self, point: int) -> np.ndarray:
+        """The views that see a point, given by its row."""
+        seen_by, start = self._tracks
+        return seen_by[start[point] : start[point + 1]]
 
     def shared_counts(self, view: int) -> np.ndarray:
         """One number per view: how many points it shares with `view` (0 with itself)."""
@@ -96,14 +102,14 @@ def read_model(path: Path | str) -> Model:
     folder, suffix = found
     read_cameras, read_images, read_points = _READERS[suffix]
     cameras = _guarded(read_cameras, folder / f"cameras{suffix}")
-    ids, xyz = _guarded(read_points, folder / f"points3D{suffix}")
+    ids, xyz, rgb = _guarded(read_points, folder / f"points3D{suffix}")
     order = np.argsort(ids)
-    ids, xyz = ids[order], xyz[order]
+    ids, xyz, rgb = ids[order], xyz[order], rgb[order]
     file = folder / f"images{suffix}"
     views = tuple(_view(file, image, cameras, ids) for image in _guarded(read_images, file))
     if not views:
         raise UserError(f"{file}: no images in it")
-    return Model(folder, views, xyz)
+    return Model(folder, views, xyz, rgb)
 
 
 # ---- file formats
@@ -204,10 +210,11 @@ def _images_text(file: Path) -> list:
     return images
 
 
-def _points_text(file: Path) -> tuple[np.ndarray, np.ndarray]:
-    rows = [line.split(maxsplit=4)[:4] for line in _lines(file) if line.strip()]
+def _points_text(file: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rows = [line.split(maxsplit=7)[:7] for line in _lines(file) if line.strip()]
     ids = np.array([int(r[0]) for r in rows], np.int64)
-    return ids, np.array([r[1:] for r in rows], float).reshape(-1, 3)
+    numbers = np.array([r[1:] for r in rows], float).reshape(-1, 6)
+    return ids, numbers[:, :3], numbers[:, 3:].astype(np.uint8)
 
 
 class _Bytes:
@@ -255,15 +262,17 @@ def _images_binary(file: Path) -> list:
     return images
 
 
-def _points_binary(file: Path) -> tuple[np.ndarray, np.ndarray]:
-    data, ids, xyz = _Bytes(file), [], []
+def _points_binary(file: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    data, ids, xyz, rgb = _Bytes(file), [], [], []
     for _ in range(data.take("Q")[0]):
         number, *point = data.take("Q3d3Bd")
         ids.append(number)
         xyz.append(point[:3])
+        rgb.append(point[3:6])
         (track,) = data.take("Q")
         data.at += 8 * track
-    return np.array(ids, np.int64), np.array(xyz, float).reshape(-1, 3)
+    colours = np.array(rgb, np.uint8).reshape(-1, 3)
+    return np.array(ids, np.int64), np.array(xyz, float).reshape(-1, 3), colours
 
 
 _READERS = {

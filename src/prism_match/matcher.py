@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
@@ -67,7 +67,7 @@ class PairMatcher:
         polish: bool = True,
         config: ModelConfig | None = None,
     ):
-        """weights: a .safetensors file, or hf:OWNER/REPO[@REVISION][:FILE] for one on the Hugging Face Hub;
+        """weights: a .safetensors file, or `hf:OWNER/REPO[@REVISION][:FILE]` for one on the Hugging Face Hub;
         None: those that ship in the package.
         precision: "auto" is bf16 on a GPU that has it and fp32 elsewhere.
         size: images are shrunk to this longer side before they are matched; never enlarged.
@@ -509,12 +509,22 @@ def find_device(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UserError(f"{name}: no such device; use auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"{name}: only cpu and cuda are supported")
+        raise UserError(f"{name}: no such device; use auto, cpu, cuda, cuda:N or mps") from error
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise UserError(f"{name}: only cpu, cuda and mps are supported")
+    if device.type == "mps":
+        if not torch.backends.mps.is_available():
+            raise UserError(f"{name}: this machine, or its PyTorch, has no Metal")
+        warn_of_metal()
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"{name}: there are {torch.cuda.device_count()} CUDA devices on this machine")
     return device
+
+
+@cache
+def warn_of_metal() -> None:
+    """Once."""
+    log.warning('mps: untested; compare the matches with those of device="cpu" before you rely on them')
 
 
 def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:

@@ -21,13 +21,13 @@ from prism_match.cli.serve import page, serve
 from prism_match.cli.sfm import sfm
 from prism_match.cli.train import train
 from prism_match.cli.train_subpixel import train_subpixel
+from prism_match.cli.view import view
 from prism_match.errors import UserError
 
 app = typer.Typer(
     name="prism",
     help="Find where two photos show the same points. Exit code 0: done, 2: something in the call to mend.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -39,6 +39,7 @@ app.command()(train)
 app.command()(train_subpixel)
 app.command()(sfm)
 app.command("localize")(localize_command)
+app.command()(view)
 app.command()(serve)
 app.command("app")(page)
 app.add_typer(export_app, name="export")
@@ -54,7 +55,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 def main() -> None:
     try:
-        app()
+        app(prog_name="prism")  # also as `python -m prism_match`, so that its completion is that of `prism`
     except UserError as error:
         print(f"prism: {error}", file=sys.stderr)
         sys.exit(2)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 WEIGHTS_HELP = "A .safetensors file, or hf:OWNER/REPO[@REVISION][:FILE] [the shipped weights]"
 
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, or mps (untested).")]
 PrecisionOption = Annotated[Precision, typer.Option(help="auto: bf16 on a GPU, fp32 elsewhere.")]
 RotateOption = Annotated[
     Rotate,

@@ -67,7 +67,8 @@ def report(result: dict[str, Any], as_json: bool) -> None:
     rows = {"matches": result["matches"], "inliers": f"{result['inliers']} ({result['geometry']}, MAGSAC++)"}
     if "median_error_px" in result and result["median_error_px"] is not None:
         rows["median error"] = (
-            f"{result['median_error_px']} px, {100 * result['within_3_px']:.1f} % within 3 px"
+            f"{result['median_error_px']} px, {100 * result['within_3_px']:.1f} % within 3 px, of "
+            f"{result['known_truth']} whose truth is known"
         )
     for n in (0, 1):
         if f"kept_cells{n}" in result:

@@ -325,6 +325,15 @@ def without(model: Model, name: str) -> Model:
     return replace(model, views=tuple(kept))
 
 
+def photo_folders(model: Model, path: Path, images: Path | None) -> tuple[bool, list[Path]]:
+    """Of a COLMAP model that was read from `path`: whether `prism sfm` has made it, and where its photos may
+    be, the likeliest folder first. images: the folder that was told, which is the only one then."""
+    made_here, photos = origin_of(model.path)
+    around = path.resolve()
+    beside = [f / "images" for f in (around, *list(around.parents)[:2])]
+    return made_here, [images] if images else [photos, *beside] if photos else beside
+
+
 def open_map(
     path: Path,
     images: Path | None,
@@ -336,10 +345,8 @@ def open_map(
     if not path.exists():
         raise UserError(f"{path}: no such folder")
     if is_model(path):
-        model, around = read_model(path), path.resolve()
-        made_here, photos = origin_of(model.path)
-        beside = [f / "images" for f in (around, *list(around.parents)[:2])]
-        candidates = [images] if images else [photos, *beside] if photos else beside
+        model = read_model(path)
+        made_here, candidates = photo_folders(model, path, images)
         folder = next((f for f in candidates if f.is_dir()), None)
         if folder is None:
             raise UserError(f"{candidates[0]}: no such folder; tell with --images where the map's photos are")

@@ -1,4 +1,5 @@
-"""What `prism sfm` tells in the end: a page with numbers, the match graph, and the scene from above."""
+"""What `prism sfm` tells in the end: a page with numbers, the map from outside and from above, and the match
+graph."""
 
 from __future__ import annotations
 
@@ -9,24 +10,27 @@ import cv2
 import numpy as np
 
 from prism_match import viz
+from prism_match.colmap_model import read_model
 from prism_match.files import atomic_path
 from prism_match.geometry import camera_centres
 from prism_match.images import write_png
+from prism_match.maps.outside import BLACK, RED, down_and_forward, draw_outside, extent, finite_points
 
-BLACK, GRAY, RED, BLUE = (0, 0, 0), (120, 120, 120), (200, 30, 30), (30, 60, 200)
-PICTURES = GRAPH, TOP_VIEW = "match_graph.png", "top_view.png"
+GRAY = (120, 120, 120)
+PICTURES = GRAPH, TOP_VIEW, VIEW = "match_graph.png", "top_view.png", "map_view.png"
 MOST_NAMES = 40  # images whose names are written beside the graph
 
 
 def write_report(
     out: Path, summary: dict[str, Any], model: dict[str, Any], verified: list[tuple[str, str, int]]
 ) -> None:
-    """report.md with match_graph.png and top_view.png, from what the COLMAP worker tells."""
+    """report.md with its pictures, from what the COLMAP worker tells and has written."""
     names = sorted({n for a, b, _ in verified for n in (a, b)} | set(summary["not_registered"]))
     write_png(out / GRAPH, draw_match_graph(names, verified, set(model["images"])))
-    xyz, rgb = read_points(out / "sparse" / "0" / "points3D.txt")
+    written = read_model(out / "sparse" / "0")
     poses = np.array([image["pose"] for image in model["images"].values()])
-    write_png(out / TOP_VIEW, draw_top_view(xyz, rgb, poses))
+    write_png(out / TOP_VIEW, draw_top_view(*finite_points(written), poses))
+    write_png(out / VIEW, draw_outside(written))
     with atomic_path(out / "report.md") as temporary:
         temporary.write_text(markdown(summary), encoding="utf-8")
 
@@ -50,10 +54,12 @@ def markdown(s: dict[str, Any]) -> str:
     if s["skipped"]:
         lines += ["Skipped:", "", *(f"- {reason}" for reason in s["skipped"].values()), ""]
     lines += [
+        "## Cameras and points", "", f"![the map from outside]({VIEW})", "",
+        "`prism view` shows the same in a browser, to turn it and to look at the photos of a point.", "",
+        "## From above", "", f"![top view]({TOP_VIEW})", "",
         "## Match graph", "",
         "Verified matches of each pair, from none (white) to most (dark). Images in red are not registered.",
         "", f"![match graph]({GRAPH})", "",
-        "## Cameras and points from above", "", f"![top view]({TOP_VIEW})", "",
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -85,25 +91,11 @@ def draw_match_graph(
     return picture
 
 
-def read_points(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """n 3 float64 and n 3 uint8 of COLMAP's points3D.txt."""
-    with path.open(encoding="utf-8") as file:
-        rows = [line.split(maxsplit=7)[1:7] for line in file if line.strip() and not line.startswith("#")]
-    table = np.array(rows, dtype=float).reshape(-1, 6)
-    return table[:, :3], table[:, 3:].astype(np.uint8)
-
-
 def draw_top_view(xyz: np.ndarray, rgb: np.ndarray, poses: np.ndarray, side: int = 900) -> np.ndarray:
     """h w 3, uint8: points (n 3) in their colours, cameras (poses: c 3 4, world to camera) in red, seen along
     what is down for most cameras."""
     rotations, centres = poses[:, :, :3], camera_centres(poses)
-    down = rotations[:, 1].mean(axis=0)  # image y in the world
-    down /= max(float(np.linalg.norm(down)), 1e-12)
-    forward = rotations[:, 2].mean(axis=0)
-    forward -= down * (forward @ down)
-    if np.linalg.norm(forward) < 1e-3:  # cameras look in all directions: any will do
-        forward = np.cross(down, [1.0, 0.3, 0.2])
-    forward /= np.linalg.norm(forward)
+    down, forward = down_and_forward(rotations)
     plane = np.stack([np.cross(down, forward), -forward])  # right, and up in the picture
     flat, eyes = xyz @ plane.T, centres @ plane.T
     ahead = rotations[:, 2] @ plane.T
@@ -127,11 +119,3 @@ def draw_top_view(xyz: np.ndarray, rgb: np.ndarray, poses: np.ndarray, side: int
         picture, f"{len(xyz)} points, {len(poses)} cameras (red), from above", (14, side - 14), BLACK
     )
     return picture
-
-
-def extent(points: np.ndarray, cameras: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Corners of a box with all cameras and nearly all points: a few are far off."""
-    boxes = [cameras.min(axis=0), cameras.max(axis=0)]
-    if len(points):
-        boxes += list(np.percentile(points, [2, 98], axis=0))
-    return np.min(boxes, axis=0), np.max(boxes, axis=0)
