@@ -97,6 +97,36 @@ def test_it_gives_what_the_plain_model_gives(variant: str) -> None:
     assert pruned > 0.1 and matches > 5
 
 
+@pytest.mark.parametrize("levels", [(4, 2, 1), (1,)])
+def test_room_to_spare_changes_nothing(levels: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the kernel of attention leaves anything in the rows that are too many."""
+    fast = FastPRISM(random_model(TINY.replace(levels=levels)), torch.float32)
+    spare = 0
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        nonlocal spare
+        ends, key_ends, crossed, most, lengths = rest
+        assert lengths is None
+        lengths = tuple(e.diff(prepend=e.new_zeros(1)).tolist() for e in (ends, key_ends))
+        n, m = (sum(x) for x in lengths)
+        spare += len(q) - n
+        assert max(lengths[0]) <= most
+        found = kernels.attend_segments(q[:n], k[:m], v[:m], ends, key_ends, crossed, most, lengths)
+        return torch.cat([found, torch.full_like(q[n:], torch.nan)])
+
+    with torch.inference_mode():
+        a, b = (fast.extract(x) for x in images((64, 96), (96, 64), count=2))
+        expected = fast.match(a, b)
+        monkeypatch.setattr("prism_match.model.fast.attend_segments", attend)
+        monkeypatch.setattr("prism_match.model.fast.attends_segments", lambda *_: True)
+        found = fast.match(a, b)
+    assert spare > 0 and len(expected.batch) > 5
+    for name in ("batch", "keypoints0", "keypoints1", "confidence", "std"):
+        assert_close(getattr(expected, name), getattr(found, name))
+    for one, other in zip(expected.layers, found.layers, strict=True):
+        assert torch.equal(one.keep0, other.keep0) and torch.equal(one.keep1, other.keep1)
+
+
 def test_features_are_not_changed_by_matching() -> None:
     fast = FastPRISM(random_model(TINY), torch.float32)
     with torch.inference_mode():

@@ -142,7 +142,7 @@ class FastPRISM:
                     (name, "begin"), begin, a.coarse, b.coarse, a.valid, b.valid, *masks
                 )
                 for n, mpm in enumerate(self.mpms):
-                    room = self.room(layout, layout.lengths(ends.tolist()))  # the host waits here
+                    room = self.room(layout, ends, untouched=n == 0)
                     table, keep, logit, ends = self.recorder(
                         (name, n, room.rows), partial(mpm, layout, room), table, keep, coarsest, *centres
                     )
@@ -205,10 +205,12 @@ class FastPRISM:
         ends = torch.cat(Kept.of(layout, keep, coarsest).ends)
         return table, keep, inner, coarsest, ends, *centres
 
-    def room(self, layout: Layout, lengths: list[list[int]]) -> Room:
-        heads, dim = self.config.heads, self.config.coarse_dim
-        recorded = self.recorder.enabled and attends_segments(layout.ends[0].device, self.dtype, dim // heads)
-        return Room.ample(layout, lengths) if recorded else Room.exact(layout, lengths)
+    def room(self, layout: Layout, ends: Tensor, untouched: bool) -> Room:
+        """For the next MPM. The host waits here, unless nothing has been pruned and it need not know."""
+        dim = self.config.coarse_dim // self.config.heads
+        if not (self.recorder.enabled and attends_segments(ends.device, self.dtype, dim)):
+            return Room.exact(layout.lengths(ends.tolist()))
+        return Room.full(layout) if untouched else Room.ample(layout, layout.lengths(ends.tolist()))
 
     def coarse_matches(
         self,

@@ -91,18 +91,22 @@ class Room:
     lengths: list[list[int]] | None  # of each level: how many of each image, where the host may know it
 
     @staticmethod
-    def exact(layout: Layout, lengths: list[list[int]]) -> Room:
+    def exact(lengths: list[list[int]]) -> Room:
         return Room(tuple(sum(x) for x in lengths), max(lengths[-1]), lengths)
+
+    @staticmethod
+    def full(layout: Layout) -> Room:
+        rows = tuple(len(p) - 1 for p in layout.patches)
+        return Room(rows, max(height * width for _, height, width in layout.shapes), None)
 
     @staticmethod
     def ample(layout: Layout, lengths: list[list[int]]) -> Room:
         """Out of few sizes, so that the same work can be recorded for many pairs."""
-        sizes = [len(p) - 1 for p in layout.patches]
-        pruned = range(len(sizes) > 1, len(sizes))
-        share = max((-(-SHARES * sum(lengths[n]) // max(1, sizes[n])) for n in pruned), default=SHARES)
-        rows = [-(-sizes[n] * share // SHARES) if n in pruned else sizes[n] for n in range(len(sizes))]
-        per_image = max(height * width for _, height, width in layout.shapes)
-        return Room(tuple(rows), min(per_image, rows[-1]), None)
+        full = Room.full(layout)
+        pruned = range(len(full.rows) > 1, len(full.rows))  # the coarsest of several levels never is
+        share = max(-(-SHARES * sum(lengths[n]) // full.rows[n]) for n in pruned)
+        rows = [-(-count * share // SHARES) if n in pruned else count for n, count in enumerate(full.rows)]
+        return Room(tuple(rows), min(full.most, rows[-1]), None)
 
 
 @dataclass(frozen=True)
