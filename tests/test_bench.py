@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,6 +117,12 @@ def test_images_have_the_size_that_is_said(photo: np.ndarray) -> None:
 def test_no_two_files_are_the_same(photo: np.ndarray, tmp_path: Path) -> None:
     pairs = speed.write_pairs([photo, photo], tmp_path, 3)
     assert len({path.read_bytes() for pair in pairs for path in pair}) == 6
+
+
+def test_each_photo_of_a_set_is_in_as_many_pairs(tmp_path: Path) -> None:
+    pairs = speed.crossed([(tmp_path / f"{n}a", tmp_path / f"{n}b") for n in range(12)])
+    assert len(set(pairs)) == 120
+    assert set(Counter(path for pair in pairs for path in pair).values()) == {10}
 
 
 def test_own_photos_are_enlarged_and_it_says_so(tmp_path: Path) -> None:
