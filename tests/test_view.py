@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -209,12 +210,17 @@ def test_mistakes_are_told_in_a_line(scene: Scene, tmp_path: Path, monkeypatch: 
 def test_the_command_serves_until_it_is_interrupted(scene: Scene) -> None:
     words = [sys.executable, "-m", "prism_match", "view", str(scene.root), "--no-browser"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, **pipes) as process:
-        url = process.stdout.readline().split()[0]
-        with urllib.request.urlopen(url, timeout=20) as page:
-            assert b"<html" in page.read(2000)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+    # A shell has those that it runs in the background ignore Ctrl+C, and so their children.
+    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(words, **pipes, preexec_fn=heeding) as process:
+        try:
+            url = process.stdout.readline().split()[0]
+            with urllib.request.urlopen(url, timeout=20) as page:
+                assert b"<html" in page.read(2000)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
     assert process.returncode == 0 and err == "" and "viser" not in out
 
 
