@@ -37,6 +37,7 @@ class Backbone(nn.Module):
     def __init__(self, model: PRISM, dtype: torch.dtype):
         super().__init__()
         self.backbone, self.dtype = fused(model.backbone, dtype), dtype
+        self.backbone._state_dict_hooks.clear()  # of batch norms, which are no longer there
         self.absolute = model.config.position == "absolute"
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,10 +95,9 @@ class PairOfFeatures(nn.Module):
         """M_c, as `matching.mutual_matches`: cells of A and B, and scores."""
         rows, columns = (Selection.of(keep, self.gather) for keep in (keep0, keep1))
         scale = 1 / math.sqrt(table0.shape[-1] * self.config.temperature)
-        s = (rows.take(table0).float() * scale) @ (columns.take(table1).float() * scale).mT
+        s = (rows.take(table0).float() * scale) @ (columns.take(table1).float() * scale).transpose(-1, -2)
         if rows.mask is not None and columns.mask is not None:
             s = s + rows.mask[:, None] + columns.mask
-        torch._check(s.shape[0] * s.shape[1] != 0)  # which the exporter cannot know
         row_term, column_term = -s.logsumexp(dim=1), -s.logsumexp(dim=0)
         if self.config.weighted_softmax and nmi0 is not None and nmi1 is not None:
             row_term = row_term + F.logsigmoid(rows.take(nmi0))
@@ -289,7 +289,7 @@ class OnnxSADPA(nn.Module):
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
     """... n d, ... m d, ... m d -> ... n d; mask: m, added."""
-    score = (query * query.shape[-1] ** -0.5) @ key.mT
+    score = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2)
     if mask is not None:
         score = score + mask.to(score.dtype)
     return score.softmax(dim=-1) @ value
