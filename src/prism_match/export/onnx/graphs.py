@@ -9,6 +9,7 @@ cells stay where they are under a mask, and there is a fixed number of matches.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prism_match.matcher import FIRST_ROUNDS, MORE_ROUNDS, MOST_ZOOM, REWEIGHED
 from prism_match.model.ablations import absolute_encoding
 from prism_match.model.attention import SADPA
 from prism_match.model.fast import FastRefinement, fused
@@ -26,6 +28,8 @@ from prism_match.model.prism import CELL, PRISM, STRIDE
 from prism_match.model.pruning import remaining
 from prism_match.model.refinement import FINE_PER_CELL, expectation
 from prism_match.model.tokens import map_extent
+from prism_match.polish import FEWEST, fitting_affine
+from prism_match.subpixel import LEVELS, Pyramid, Subpixel, approach, halvings
 
 MASKED = -1e4  # added to what a softmax must not see; fp16 holds it
 PADDED = STRIDE // CELL  # sides of maps are multiples of this
@@ -351,7 +355,62 @@ class OnnxRefinement(nn.Module):
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
-def copied(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
-    import copy
+class Polish(nn.Module):
+    """Matches in pixels of the size that was matched -> keypoints1, exact: one pass of `PairMatcher._polish`.
 
+    image0, image1: 1 1 h w, float32 in [0, 1], as large as there are; scale0, scale1: 2, how many of their
+    pixels are one of the size that was matched, along x and y; pixel: (), how many pixels of the images are
+    one of a window; rounds: (), int64, 2 or 3."""
+
+    def __init__(self, network: Subpixel):
+        super().__init__()
+        self.network = network
+
+    def forward(
+        self,
+        image0: Tensor,
+        image1: Tensor,
+        keypoints0: Tensor,
+        keypoints1: Tensor,
+        scale0: Tensor,
+        scale1: Tensor,
+        pixel: Tensor,
+        rounds: Tensor,
+    ) -> Tensor:
+        # Points far away, so that each has neighbours enough to ask for.
+        far = -1e6 - 1e3 * torch.arange(FEWEST, device=keypoints0.device)[:, None].expand(-1, 2)
+        at0, at1 = (torch.cat([x, far]) for x in (keypoints0, keypoints1))
+        x, y = at0.unbind(1)
+        distance = (x[:, None] - x).square() + (y[:, None] - y).square()
+        near = distance.topk(FEWEST, dim=1, largest=False).indices[:, 1:]
+        stretch = fitting_affine(*(p[near] - p[:, None] for p in (at0, at1)), REWEIGHED)
+        few = torch._shape_as_tensor(at0)[0] < 2 * FEWEST
+        stretch = torch.where(few, torch.eye(2, device=at0.device), stretch) * (scale1[:, None] / scale0)
+        at0, at1 = (at0 + 0.5) * scale0 - 0.5, (at1 + 0.5) * scale1 - 0.5
+        pyramids = OnnxPyramid(image0[0]), OnnxPyramid(image1[0])
+        found = [p for p, _ in approach(self.network, *pyramids, at0, at1, stretch, FIRST_ROUNDS, 0, pixel)]  # type: ignore[arg-type]
+        moved = torch.where(rounds < FIRST_ROUNDS, found[MORE_ROUNDS - 1], found[-1])
+        return ((moved + 0.5) / scale1 - 0.5)[:-FEWEST]
+
+
+class OnnxPyramid(Pyramid):
+    """Of any size, which a graph tells at run time."""
+
+    def __init__(self, gray: Tensor):
+        """gray: 1 h w."""
+        self.levels, self.unit = LEVELS + halvings(MOST_ZOOM), 1.0
+        maps = [gray[0]]
+        for _ in range(self.levels - 1):
+            for dim in (0, 1):  # the border once more, and of these as many as are even
+                x = maps[-1] if dim == 0 else x
+                x = torch.cat([x, x.narrow(dim, -1, 1)], dim)
+                x = x.narrow(dim, 0, x.shape[dim] // 2 * 2)
+            maps.append(F.avg_pool2d(x[None, None], 2)[0, 0])
+        sizes = torch.stack([torch._shape_as_tensor(m) for m in maps])  # levels 2: height, width
+        area = sizes[:, 0] * sizes[:, 1]
+        self.table = torch.cat([(area.cumsum(0) - area)[:, None], sizes.flip(1)], dim=1)
+        self.flat = torch.cat([m.flatten() for m in maps])[None]
+
+
+def copied(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copy.deepcopy(layer).to(dtype).requires_grad_(False)
