@@ -214,7 +214,7 @@ class Map:
 
     def centres_of(self, cells: Tensor) -> Tensor:
         """m 2: in pixels of the image."""
-        return self.places[cells] * float(CELL) + (CELL - 1) / 2
+        return self.places[cells].float() * CELL + (CELL - 1) / 2
 
     def kept(self, keep: Tensor, gather: bool) -> Kept:
         queries, keys = Selection.of(keep, gather), []

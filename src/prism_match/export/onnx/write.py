@@ -182,9 +182,6 @@ def write(graph: Graph, out: Path, folder: Path, options: OnnxOptions, info: Wei
     for key, value in metadata(graph, options, info).items():
         entry = proto.metadata_props.add()
         entry.key, entry.value = key, value
-    if "threshold" in graph.inputs:  # an input that need not be given
-        default = onnx.numpy_helper.from_array(graph.inputs["threshold"].numpy(), "threshold")
-        proto.graph.initializer.append(default)
     names = [name]
     if options.external_weights:
         convert_model_to_external_data(proto, location=f"{name}.data", size_threshold=1024)
