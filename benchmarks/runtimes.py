@@ -4,7 +4,8 @@ python benchmarks/runtimes.py prism.onnx --half prism-fp16.onnx --data DATA     
 python benchmarks/runtimes.py prism.onnx --times 640x480,832x624                 # how long
 
 The files are those of `prism export onnx`. DATA has Oxford's homographies in `oxford`. Times are of the model
-alone, one run of each in turn on the bundled pair.
+alone, one run of each in turn on the bundled pair; on a machine that others use too, the CPU's own seconds
+with --threads 1 mean more than those of the clock.
 """
 
 from __future__ import annotations
@@ -29,11 +30,19 @@ sys.path.insert(0, str(ROOT / "examples"))
 from onnx_only import match as match_by_onnx  # noqa: E402
 
 ASSETS = ROOT / "src" / "prism_match" / "assets"
-PAIRS = {"graf": "v_graf 2", "boat": "v_boat 3", "bark": "v_bark 2", "leuven": "i_leuven 4", "bikes": "i_bikes 3"}
+PAIRS = {
+    "graf": "v_graf 2",
+    "boat": "v_boat 3",
+    "bark": "v_bark 2",
+    "leuven": "i_leuven 4",
+    "bikes": "i_bikes 3",
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--half", type=Path)
     parser.add_argument("--data", type=Path)
@@ -49,7 +58,9 @@ def main() -> None:
     if args.times:
         print(times(matcher, model, args.times.split(","), args.repeats))
         return
-    pairs = {"demo": (ASSETS / "astronaut0.jpg", ASSETS / "astronaut1.jpg", ASSETS / "astronaut_homography.txt")}
+    pairs = {
+        "demo": (ASSETS / "astronaut0.jpg", ASSETS / "astronaut1.jpg", ASSETS / "astronaut_homography.txt")
+    }
     for name, what in PAIRS.items() if args.data else ():
         folder, n = what.split()
         folder = args.data / "oxford" / folder
@@ -64,6 +75,7 @@ def main() -> None:
 def open_session(path: Path, threads: int) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # it would count as work
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
@@ -87,7 +99,8 @@ def same(matcher: Matcher, others: dict, pairs: dict) -> Table:
             near = moved < 4
             rows.append(
                 [name, precision, str(len(plain)), str(len(scores)), str(int(near.sum())),
-                 f"{np.percentile(moved[near], 95):.5f}", f"{moved[near].max():.5f}", f"{changed[near].max():.5f}"]
+                 f"{np.percentile(moved[near], 95):.5f}",
+                 f"{moved[near].max():.5f}", f"{changed[near].max():.5f}"]
             )  # fmt: skip
             print(*rows[-1], flush=True)
     columns = ["pair", "precision", "PyTorch", "ONNX", "same cells", "95 % px", "most px", "score"]
@@ -105,13 +118,27 @@ def errors(matcher: Matcher, model: object, polish: object, pairs: dict) -> Tabl
         line = [name]
         for p, q in ((found.keypoints0, found.keypoints1), (at0, at1)):
             error = np.linalg.norm(project(h, p) - q, axis=1)
-            line += [f"{np.median(error):.3f}", f"{100 * (error < 1).mean():.1f}", f"{100 * (error < 3).mean():.1f}"]
+            line += [
+                f"{np.median(error):.3f}",
+                f"{100 * (error < 1).mean():.1f}",
+                f"{100 * (error < 3).mean():.1f}",
+            ]
         theirs = dict(zip(keys(found.keypoints0), found.keypoints1, strict=True))
         apart = [np.linalg.norm(q - theirs[k]) for k, q in zip(keys(at0), at1, strict=True)
                  if k in theirs]  # fmt: skip
         rows.append([*line, f"{np.median(apart):.4f}", f"{np.percentile(apart, 95):.4f}"])
         print(*rows[-1], flush=True)
-    columns = ["pair", "PyTorch: median px", "% < 1", "% < 3", "ONNX: median px", "% < 1", "% < 3", "apart: median", "95 %"]
+    columns = [
+        "pair",
+        "PyTorch: median px",
+        "% < 1",
+        "% < 3",
+        "ONNX: median px",
+        "% < 1",
+        "% < 3",
+        "apart: median",
+        "95 %",
+    ]
     return Table("polished matches", columns, rows)
 
 
@@ -132,21 +159,36 @@ def times(matcher: Matcher, model: onnxruntime.InferenceSession, sizes: list[str
         arrays = [(x.astype(np.float32) / 255)[None, None] for x in images]
         tensors = [torch.from_numpy(x) for x in arrays]
         given = {"image0": arrays[0], "image1": arrays[1], "threshold": np.array(0.2, np.float32)}
-        taken: list[list[float]] = [[], []]
-        for turn in range(repeats + 1):
-            start = time.perf_counter()
-            with torch.inference_mode():
-                matcher.model.match(*(matcher.model.extract(x) for x in tensors))
-            middle = time.perf_counter()
-            model.run(None, given)
-            if turn:
-                taken[0].append(middle - start)
-                taken[1].append(time.perf_counter() - middle)
-        ratios = np.array(taken[1]) / np.array(taken[0])
-        rows.append([size, *(f"{np.median(t):.2f}" for t in taken), f"{np.median(ratios):.2f}",
-                     f"{ratios.min():.2f} to {ratios.max():.2f}"])  # fmt: skip
+        taken = np.zeros((repeats + 1, 2, 2))  # turns, PyTorch and onnxruntime, seconds and the CPU's seconds
+        for turn in taken:
+            for n in range(2):
+                start = time.perf_counter(), time.process_time()
+                if n == 0:
+                    with torch.inference_mode():
+                        matcher.model.match(*(matcher.model.extract(x) for x in tensors))
+                else:
+                    model.run(None, given)
+                turn[n] = time.perf_counter() - start[0], time.process_time() - start[1]
+        taken = taken[1:]
+        ratios = taken[:, 1] / taken[:, 0]
+        (torch_s, torch_cpu), (onnx_s, onnx_cpu) = np.median(taken, axis=0)
+        rows.append(
+            [size, f"{torch_s:.2f}", f"{onnx_s:.2f}", f"{np.median(ratios[:, 0]):.2f}", f"{torch_cpu:.2f}",
+             f"{onnx_cpu:.2f}", f"{np.median(ratios[:, 1]):.2f}",
+             f"{ratios[:, 1].min():.2f} to {ratios[:, 1].max():.2f}"]
+        )  # fmt: skip
         print(*rows[-1], flush=True)
-    return Table("seconds", ["pixels", "PyTorch", "onnxruntime", "ratio", "each turn's"], rows)
+    columns = [
+        "pixels",
+        "PyTorch",
+        "onnxruntime",
+        "ratio",
+        "PyTorch, CPU",
+        "onnxruntime, CPU",
+        "ratio",
+        "each turn's",
+    ]
+    return Table("seconds", columns, rows)
 
 
 if __name__ == "__main__":

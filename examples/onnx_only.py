@@ -24,7 +24,9 @@ CLOSE = 1.5  # times the size that is matched: what polishing may begin at
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("image0", type=Path)
     parser.add_argument("image1", type=Path)
     parser.add_argument("--model", type=Path, default=Path("prism.onnx"))
@@ -93,12 +95,16 @@ def match(
     if polish is not None and len(scores):
         at1 = polished(polish, photos, grays, at0, at1)
     points = []
-    for photo, gray, at in zip(photos, grays, (at0, at1)):
+    for photo, gray, at in zip(photos, grays, (at0, at1), strict=True):
         points.append((at + 0.5) * (np.array(photo.shape[::-1]) / gray.shape[::-1]) - 0.5)
-    inside = [np.all((p >= -0.5) & (p <= np.array(x.shape[::-1]) - 0.5), 1) for p, x in zip(points, photos)]
+    inside = [is_inside(p, photo) for p, photo in zip(points, photos, strict=True)]
     order = np.argsort(-scores, kind="stable")
     order = order[(inside[0] & inside[1])[order]]
     return points[0][order], points[1][order], scores[order]
+
+
+def is_inside(points: np.ndarray, photo: np.ndarray) -> np.ndarray:
+    return np.all((points >= -0.5) & (points <= np.array(photo.shape[::-1]) - 0.5), axis=1)
 
 
 def polished(
@@ -110,15 +116,15 @@ def polished(
 ) -> np.ndarray:
     """at1 made exact: first in windows of about the size of the matched pixels, then in finer ones."""
     sharp = []
-    for photo, gray in zip(photos, grays):
+    for photo, gray in zip(photos, grays, strict=True):
         zoom = min(MOST_ZOOM, max(photo.shape) / max(gray.shape))
         h, w = (max(1, round(n * zoom)) for n in gray.shape)
         sharp.append(photo if zoom < MOST_ZOOM else resized(photo, w, h))
     scales = [
-        np.array([s / g for s, g in zip(x.shape[::-1], gray.shape[::-1])], np.float32)
-        for x, gray in zip(sharp, grays)
+        np.array([s / g for s, g in zip(x.shape[::-1], gray.shape[::-1], strict=True)], np.float32)
+        for x, gray in zip(sharp, grays, strict=True)
     ]
-    zoom = min(max(x.shape) / max(gray.shape) for x, gray in zip(sharp, grays))
+    zoom = min(max(x.shape) / max(gray.shape) for x, gray in zip(sharp, grays, strict=True))
     halvings = max(0, math.ceil(math.log2(zoom / CLOSE)))
     for halving in range(halvings, -1, -1):
         given = {
@@ -146,7 +152,7 @@ def draw(
     padded = [cv2.copyMakeBorder(p, 0, height - p.shape[0], 0, 0, cv2.BORDER_CONSTANT) for p in photos]
     canvas = cv2.cvtColor((np.hstack(padded) * 255).round().astype(np.uint8), cv2.COLOR_GRAY2BGR)
     every = max(1, -(-len(scores) // most))
-    for a, b, score in zip(points0[::every], points1[::every], scores[::every]):
+    for a, b, score in zip(points0[::every], points1[::every], scores[::every], strict=True):
         start = tuple(int(v) for v in np.round(a))
         end = tuple(int(v) for v in np.round(b + [photos[0].shape[1], 0]))
         colour = (0, int(255 * score), int(255 * (1 - score)))

@@ -96,7 +96,9 @@ def photos(*sizes: tuple[int, int]) -> list[np.ndarray]:
     return [gray[8 * n : 8 * n + h, 16 * n : 16 * n + w][None, None] for n, (h, w) in enumerate(sizes)]
 
 
-def assert_same(found: list[np.ndarray], expected: PairMatches, pixels: float = 0.02, apart: float = 0) -> None:
+def assert_same(
+    found: list[np.ndarray], expected: PairMatches, pixels: float = 0.02, apart: float = 0
+) -> None:
     """The same cells but for ties: of a share `apart` at most; and the same places."""
     assert [x.dtype for x in found] == [np.float32] * 3
     pairs = {
@@ -184,7 +186,7 @@ def test_fixed_size(weights: Path, model: PRISM, tmp_path: Path) -> None:
     images = photos((65, 100), (65, 100))
     keypoints0, keypoints1, scores = run(out, images)
     there = scores > 0
-    assert len(scores) == 12 * 16 and 0 < there.sum() < len(scores)  # as many as cells, padded, if that is fewer
+    assert len(scores) == 12 * 16 and 0 < there.sum() < len(scores)  # as many as cells, padded
     assert (np.diff(scores) <= 0).all()
     assert_same([x[there] for x in (keypoints0, keypoints1, scores)], by_torch(model, images))
     with pytest.raises(Exception, match="Got invalid dimensions"):
@@ -208,7 +210,9 @@ def test_polishing_is_pytorchs(exported: Path) -> None:
     gray = cv2.imread(str(ASSETS / "astronaut0.jpg"), cv2.IMREAD_GRAYSCALE).astype(np.float32) / 255
     shift = np.array([0.3, -0.4], np.float32)
     move = np.array([[1, 0, shift[0]], [0, 1, shift[1]]], np.float32)
-    moved = cv2.warpAffine(gray, move, gray.shape[::-1], flags=cv2.INTER_CUBIC, borderMode=cv2.BORDER_REPLICATE)
+    moved = cv2.warpAffine(
+        gray, move, gray.shape[::-1], flags=cv2.INTER_CUBIC, borderMode=cv2.BORDER_REPLICATE
+    )
     rng = np.random.default_rng(0)
     at0 = rng.uniform(60, 440, (60, 2)).astype(np.float32)  # nowhere are two neighbours equally far
     at1 = at0 + rng.uniform(-0.5, 0.5, at0.shape).astype(np.float32)

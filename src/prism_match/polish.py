@@ -80,7 +80,8 @@ def local_affine(points0: Tensor, points1: Tensor, rounds: int = 0) -> Tensor:
     for part in torch.arange(len(points0), device=points0.device).split(AT_ONCE):
         distance = torch.cdist(points0[part], points0)
         near = distance.topk(NEIGHBOURS + 1, dim=1, largest=False).indices[:, 1:]
-        rows.append(fitting_affine(*(p[near] - p[part, None] for p in (points0, points1)), rounds))
+        d0, d1 = (p[near] - p[part, None] for p in (points0, points1))  # m k 2
+        rows.append(fitting_affine(d0, d1, rounds))
     return torch.cat(rows)
 
 

@@ -162,8 +162,8 @@ class Pyramid:
         wide, high = size[:, None].unbind(-1)  # n 1 each
         x0, y0 = x.long(), y.long()
         right, down = (x0 + 1 < wide).long(), (y0 + 1 < high).long() * wide
-        offset = image * self.flat.shape[1]
-        corner = (offset[:, None] if isinstance(image, Tensor) else offset) + start + y0 * wide + x0
+        offset = (image[:, None] if isinstance(image, Tensor) else image) * self.flat.shape[1]
+        corner = offset + start + y0 * wide + x0
         flat = self.flat.view(-1)
         a, b, c, d = (flat[corner + k].to(x.dtype) for k in (0, right, down, down + right))
         return self.unit * torch.lerp(torch.lerp(a, b, x - x0), torch.lerp(c, d, x - x0), y - y0)

@@ -20,7 +20,9 @@ from prism_match.cli.sfm import (
 )
 
 export_app = typer.Typer(
-    help="Write matches, and the model itself, in the formats of other tools.", no_args_is_help=True, rich_markup_mode=None
+    help="Write matches, and the model itself, in the formats of other tools.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 
@@ -125,7 +127,8 @@ def onnx(
         typer.Option(metavar="H W", help="Both images of this size, for runtimes that need to know it."),
     ] = None,
     parts: Annotated[
-        bool, typer.Option("--parts", help="Backbone and matcher also as files of their own, for one-to-many.")
+        bool,
+        typer.Option("--parts", help="Backbone and matcher also as files of their own, for one-to-many."),
     ] = False,
     polish: Annotated[
         bool, typer.Option("--polish/--no-polish", help="Also the network that makes matches exact.")

@@ -265,7 +265,8 @@ class OnnxSADPA(nn.Module):
     def __init__(self, layer: SADPA, dtype: torch.dtype):
         super().__init__()
         self.heads, self.dtype = layer.heads, dtype
-        self.query, self.convs, self.ffn = (copied(x, dtype) for x in (layer.query, layer.convs, layer.ffn))
+        self.query, self.ffn = copied(layer.query, dtype), copied(layer.ffn, dtype)
+        self.convs = nn.ModuleList([copied(conv, dtype) for conv in layer.convs])
         self.b = None if layer.rotary is None else nn.Parameter(layer.rotary.b.detach().float())
 
     def forward(self, table: Tensor, other: Tensor, source: Kept, target: Kept) -> Tensor:
@@ -383,7 +384,7 @@ class Polish(nn.Module):
         x, y = at0.unbind(1)
         distance = (x[:, None] - x).square() + (y[:, None] - y).square()
         near = distance.topk(FEWEST, dim=1, largest=False).indices[:, 1:]
-        stretch = fitting_affine(*(p[near] - p[:, None] for p in (at0, at1)), REWEIGHED)
+        stretch = fitting_affine(at0[near] - at0[:, None], at1[near] - at1[:, None], REWEIGHED)
         few = torch._shape_as_tensor(at0)[0] < 2 * FEWEST
         stretch = torch.where(few, torch.eye(2, device=at0.device), stretch) * (scale1[:, None] / scale0)
         at0, at1 = (at0 + 0.5) * scale0 - 0.5, (at1 + 0.5) * scale1 - 0.5
@@ -401,8 +402,8 @@ class OnnxPyramid(Pyramid):
         self.levels, self.unit = LEVELS + halvings(MOST_ZOOM), 1.0
         maps = [gray[0]]
         for _ in range(self.levels - 1):
+            x = maps[-1]
             for dim in (0, 1):  # the border once more, and of these as many as are even
-                x = maps[-1] if dim == 0 else x
                 x = torch.cat([x, x.narrow(dim, -1, 1)], dim)
                 x = x.narrow(dim, 0, x.shape[dim] // 2 * 2)
             maps.append(F.avg_pool2d(x[None, None], 2)[0, 0])

@@ -122,10 +122,18 @@ def make_graphs(model: PRISM, options: OnnxOptions) -> list[Graph]:
         backbone = Backbone(model, dtype)
         maps = {"coarse": {0: "H/8", 1: "W/8"}, "fine": {1: "H/2", 2: "W/2"}}
         graphs.append(
-            Graph("backbone", backbone, {"image": image0}, ("coarse", "fine"), {"image": {2: "H", 3: "W"}} | maps)
+            Graph(
+                "backbone",
+                backbone,
+                {"image": image0},
+                ("coarse", "fine"),
+                {"image": {2: "H", 3: "W"}} | maps,
+            )
         )
         seen = [backbone(x) for x in (image0, image1)]
-        features = {f"{name}{n}": x for n in (0, 1) for name, x in zip(("coarse", "fine"), seen[n], strict=True)}
+        features = {
+            f"{name}{n}": x for n in (0, 1) for name, x in zip(("coarse", "fine"), seen[n], strict=True)
+        }
         axes = {
             f"{name}{n}": {axis: f"{of[0]}{n}{of[1:]}" for axis, of in maps[name].items()}
             for n in (0, 1) for name in maps
@@ -205,7 +213,8 @@ def traced(graph: Graph) -> Any:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            graph.module, tuple(graph.inputs.values()), file, dynamo=False, opset_version=OPSET,
+            graph.module, tuple(graph.inputs.values()), file, dynamo=False,  # type: ignore[arg-type]
+            opset_version=OPSET,
             input_names=list(graph.inputs), output_names=list(graph.outputs), dynamic_axes=graph.axes,
         )  # fmt: skip
     return onnx.load_from_string(file.getvalue())
