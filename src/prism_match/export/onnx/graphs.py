@@ -68,7 +68,9 @@ class PairOfFeatures(nn.Module):
         self, coarse0: Tensor, fine0: Tensor, coarse1: Tensor, fine1: Tensor, threshold: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         levels, border = self.config.levels, self.config.border
-        (table0, map0), (table1, map1) = (Map.of(c, levels, border) for c in (coarse0, coarse1))
+        (table0, map0), (table1, map1) = (
+            Map.of(c, levels, border, fixed=not self.gather) for c in (coarse0, coarse1)
+        )
         keep0, keep1 = map0.valid, map1.valid
         nmi0 = nmi1 = None
         for mpm in self.mpms:
@@ -191,12 +193,17 @@ class Map:
     centres: list[Tensor]
 
     @staticmethod
-    def of(coarse: Tensor, levels: tuple[int, ...], border: int) -> tuple[Tensor, Map]:
-        """coarse: h w c. Its table, n c, and the map."""
-        rows, columns = coarse.shape[:2]
+    def of(coarse: Tensor, levels: tuple[int, ...], border: int, fixed: bool) -> tuple[Tensor, Map]:
+        """coarse: h w c. Its table, n c, and the map. fixed: its size is numbers, not steps of the graph."""
+        rows, columns = (int(n) if fixed else n for n in coarse.shape[:2])
         # Rounded up without negative numbers, of which ONNX has another idea of division.
         height, width = ((n + PADDED - 1) // PADDED * PADDED for n in (rows, columns))
-        table = F.pad(coarse, (0, 0, 0, width - columns, 0, height - rows)).flatten(0, 1)
+        if fixed:  # joined, since the sizes of what `F.pad` gives are not told
+            coarse = torch.cat([coarse, coarse.new_zeros(rows, width - columns, coarse.shape[2])], dim=1)
+            coarse = torch.cat([coarse, coarse.new_zeros(height - rows, width, coarse.shape[2])], dim=0)
+        else:
+            coarse = F.pad(coarse, (0, 0, 0, width - columns, 0, height - rows))
+        table = coarse.flatten(0, 1)
         device = coarse.device
         y, x = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)
         valid = (y < rows) & (x < columns)
