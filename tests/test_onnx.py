@@ -57,10 +57,22 @@ def weights(model: PRISM, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With all of its parts beside it."""
+    """With the polishing network beside it."""
     out = tmp_path_factory.mktemp("onnx") / "prism.onnx"
-    export_onnx(out, weights, OnnxOptions(parts=True))
+    export_onnx(out, weights)
     return out
+
+
+@pytest.fixture
+def traced_before(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that are there already take the place of tracing them again."""
+
+    def load(graph: writing.Graph) -> Any:
+        proto = onnx.load(exported.with_name(writing.file_name(exported, graph.part)))
+        del proto.metadata_props[:]
+        return proto
+
+    monkeypatch.setattr(writing, "traced", load)
 
 
 @lru_cache
@@ -155,7 +167,7 @@ def test_no_matches_is_an_empty_result(exported: Path, model: PRISM, tmp_path: P
     for images, threshold in ((photos((64, 96), (96, 64)), 0.9999), (blank, 0.5)):
         found = run(exported, images, threshold)
         assert [x.shape for x in found] == [(0, 2), (0, 2), (0,)]
-    strict = half_of_the_shipped()
+    strict = PRISM(PRESETS["tiny"]).eval().requires_grad_(False)
     for mpm in strict.mpms:
         mpm.pruning.phi[2].bias.sub_(100)  # nothing is left after the first
     out = tmp_path / "strict.onnx"
@@ -163,7 +175,10 @@ def test_no_matches_is_an_empty_result(exported: Path, model: PRISM, tmp_path: P
     assert run(out, photos((64, 96), (96, 64)))[0].shape == (0, 2)
 
 
-def test_parts_make_the_whole(exported: Path) -> None:
+@pytest.mark.slow
+def test_parts_make_the_whole(weights: Path, tmp_path: Path) -> None:
+    exported = tmp_path / "prism.onnx"
+    export_onnx(exported, weights, OnnxOptions(parts=True, polish=False))
     images = photos((64, 97), (90, 64))
     backbone = opened(exported.with_name("prism-backbone.onnx"))
     matcher = opened(exported.with_name("prism-matcher.onnx"))
@@ -176,6 +191,7 @@ def test_parts_make_the_whole(exported: Path) -> None:
         np.testing.assert_allclose(x, y, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_fixed_size(weights: Path, model: PRISM, tmp_path: Path) -> None:
     out = tmp_path / "fixed.onnx"
     export_onnx(out, weights, OnnxOptions(static=(65, 100), polish=False))
@@ -193,6 +209,7 @@ def test_fixed_size(weights: Path, model: PRISM, tmp_path: Path) -> None:
         run(out, photos((65, 100), (65, 101)))
 
 
+@pytest.mark.slow
 def test_half_precision(weights: Path, model: PRISM, tmp_path: Path) -> None:
     out = tmp_path / "half.onnx"
     export_onnx(out, weights, OnnxOptions(precision="fp16", polish=False))
@@ -256,6 +273,7 @@ def test_what_a_file_tells(exported: Path, weights: Path) -> None:
     assert axes == [["1", "1", "H0", "W0"], ["1", "1", "H1", "W1"], []]
 
 
+@pytest.mark.usefixtures("traced_before")
 def test_weights_beside_the_file(weights: Path, exported: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "prism.onnx"
     files = export_onnx(out, weights, OnnxOptions(external_weights=True, polish=False))
@@ -267,6 +285,7 @@ def test_weights_beside_the_file(weights: Path, exported: Path, tmp_path: Path) 
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.usefixtures("traced_before")
 def test_nothing_is_written_unless_all_is_well(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,6 +326,7 @@ def prism(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     return int(stop.value.code or 0)
 
 
+@pytest.mark.usefixtures("traced_before")
 def test_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path
 ) -> None:
