@@ -30,13 +30,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from onnx_only import match as match_by_onnx  # noqa: E402
 
 ASSETS = ROOT / "src" / "prism_match" / "assets"
-PAIRS = {
-    "graf": "v_graf 2",
-    "boat": "v_boat 3",
-    "bark": "v_bark 2",
-    "leuven": "i_leuven 4",
-    "bikes": "i_bikes 3",
-}
+PAIRS = {"graf": "v_graf 2", "boat": "v_boat 3", "bark": "v_bark 2", "leuven": "i_leuven 4"}
 
 
 def main() -> None:
