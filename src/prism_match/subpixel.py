@@ -174,15 +174,15 @@ class Pyramid:
     def sample(self, points: Tensor, level: Tensor, image: Tensor | int = 0) -> Tensor:
         """points: n k 2, pixels of the whole image; level and image: n. Bilinear, and the border goes on
         outside: n k."""
-        scale = torch.exp2(-level.to(points.dtype))[:, None, None]
+        scale = (2.0 ** -level.to(points.dtype))[:, None, None]
         start, size = self.table[level].long().split([1, 2], dim=1)  # n 1, n 2
         at = torch.minimum(((points + 0.5) * scale - 0.5).clamp(min=0), size[:, None] - 1.0)
         x, y = at.unbind(-1)
         wide, high = size[:, None].unbind(-1)  # n 1 each
         x0, y0 = x.long(), y.long()
         right, down = (x0 + 1 < wide).long(), (y0 + 1 < high).long() * wide
-        offset = image * self.flat.shape[1]
-        corner = (offset[:, None] if isinstance(offset, Tensor) else offset) + start + y0 * wide + x0
+        offset = (image[:, None] if isinstance(image, Tensor) else image) * self.flat.shape[1]
+        corner = offset + start + y0 * wide + x0
         flat = self.flat.view(-1)
         a, b, c, d = (flat[corner + k].to(x.dtype) for k in (0, right, down, down + right))
         return self.unit * torch.lerp(torch.lerp(a, b, x - x0), torch.lerp(c, d, x - x0), y - y0)

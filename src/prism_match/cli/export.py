@@ -1,15 +1,15 @@
-"""`prism export`: matches in the formats of other tools."""
+"""`prism export`: matches and models in the formats of other tools."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Literal, Optional
 
 import typer
 
-from prism_match.cli.options import JsonOption, PolishOption
-from prism_match.cli.output import print_table
+from prism_match.cli.options import ConfigOption, JsonOption, PolishOption, WeightsOption, parse_config
+from prism_match.cli.output import busy, print_table
 from prism_match.cli.sfm import (
     CellOption,
     ErrorOption,
@@ -20,7 +20,9 @@ from prism_match.cli.sfm import (
 )
 
 export_app = typer.Typer(
-    help="Write matches in the formats of other tools.", no_args_is_help=True, rich_markup_mode=None
+    help="Write matches, and the model itself, in the formats of other tools.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 
@@ -109,3 +111,52 @@ def hloc(
     counts = export_hloc(matches, out, images, TrackOptions(cell, max_error, max_keypoints))
     print(", ".join(f"{count} {what}" for what, count in counts.items()))
     print(f"written  {out}: features.h5, matches.h5, pairs.txt")
+
+
+@export_app.command("onnx")
+def onnx(
+    out: Annotated[Path, typer.Option("-o", "--out", help="The file to write.")] = Path("prism.onnx"),
+    precision: Annotated[
+        Literal["fp32", "fp16"], typer.Option(help="Of weights and maps; images and matches are fp32 always.")
+    ] = "fp32",
+    external_weights: Annotated[
+        bool, typer.Option("--external-weights", help="Weights beside each file, in FILE.data.")
+    ] = False,
+    static: Annotated[
+        Optional[tuple[int, int]],
+        typer.Option(metavar="H W", help="Both images of this size, for runtimes that need to know it."),
+    ] = None,
+    parts: Annotated[
+        bool,
+        typer.Option("--parts", help="Backbone and matcher also as files of their own, for one-to-many."),
+    ] = False,
+    polish: Annotated[
+        bool, typer.Option("--polish/--no-polish", help="Also the network that makes matches exact.")
+    ] = True,
+    weights: WeightsOption = None,
+    model_config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the model as ONNX, for runtimes without PyTorch.
+
+    One file takes two gray images of any sizes and gives their matches. Cells that are pruned are really
+    left out; with --static they are masked instead. NAME-polish.onnx makes the matches exact.
+    examples/onnx_only.py runs them with numpy, OpenCV and onnxruntime alone.
+
+    \b
+    Examples:
+      prism export onnx -o prism.onnx
+      prism export onnx -o prism.onnx --precision fp16 --external-weights
+      prism export onnx -o prism.onnx --parts
+      prism export onnx -o prism-480x640.onnx --static 480 640
+    """
+    from prism_match.export.onnx import OnnxOptions, export_onnx
+
+    options = OnnxOptions(precision, external_weights, static, parts, polish)
+    with busy("tracing the model"):
+        files = export_onnx(out, weights, options, parse_config(model_config))
+    sizes = {str(file): file.stat().st_size for file in files}
+    if as_json:
+        print(json.dumps({"files": sizes, "precision": precision}, indent=2))
+    else:
+        print_table({name: f"{size / 2**20:.1f} MiB" for name, size in sizes.items()})

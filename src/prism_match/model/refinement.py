@@ -80,7 +80,7 @@ def expectation(log_heat: Tensor) -> tuple[Tensor, Tensor]:
     """log_heat: m w w. The offset (x, y) of each match in image B from the centre of its cell (m 2) and its
     standard deviation (m), in image pixels."""
     heat = log_heat.exp()
-    steps = torch.arange(heat.shape[-1], device=heat.device) - float(heat.shape[-1] // 2)
+    steps = torch.arange(heat.shape[-1], device=heat.device, dtype=heat.dtype) - heat.shape[-1] // 2
     along_x, along_y = heat.sum(dim=1), heat.sum(dim=2)  # m w
     # Sums of products, since autocast would take a matrix product in 16 bit.
     mean = torch.stack([(along * steps).sum(1) for along in (along_x, along_y)], dim=1)
