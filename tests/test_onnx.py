@@ -249,7 +249,7 @@ def test_polishing_is_pytorchs(exported: Path) -> None:
     from prism_match.polish import local_affine
 
     points = [torch.from_numpy(x) for x in (at0, at1)]
-    pyramids = [Pyramid(torch.from_numpy(x)[None]) for x in (gray[:-3], moved)]
+    pyramids = [Pyramid.of(torch.from_numpy(x)[None]) for x in (gray[:-3], moved)]
     stretch = local_affine(*points, rounds=REWEIGHED)
     for rounds in (2, 3):
         expected, _ = settle(load_subpixel(), *pyramids, *points, stretch, rounds)

@@ -395,29 +395,25 @@ class Polish(nn.Module):
         few = torch._shape_as_tensor(at0)[0] < 2 * FEWEST
         stretch = torch.where(few, torch.eye(2, device=at0.device), stretch) * (scale1[:, None] / scale0)
         at0, at1 = (at0 + 0.5) * scale0 - 0.5, (at1 + 0.5) * scale1 - 0.5
-        pyramids = OnnxPyramid(image0[0]), OnnxPyramid(image1[0])
+        pyramids = pyramid(image0[0]), pyramid(image1[0])
         found = [p for p, _ in approach(self.network, *pyramids, at0, at1, stretch, FIRST_ROUNDS, 0, pixel)]  # type: ignore[arg-type]
         moved = torch.where(rounds < FIRST_ROUNDS, found[MORE_ROUNDS - 1], found[-1])
         return ((moved + 0.5) / scale1 - 0.5)[:-FEWEST]
 
 
-class OnnxPyramid(Pyramid):
-    """Of any size, which a graph tells at run time."""
-
-    def __init__(self, gray: Tensor):
-        """gray: 1 h w."""
-        self.levels, self.unit = LEVELS + halvings(MOST_ZOOM), 1.0
-        maps = [gray[0]]
-        for _ in range(self.levels - 1):
-            x = maps[-1]
-            for dim in (0, 1):  # the border once more, and of these as many as are even
-                x = torch.cat([x, x.narrow(dim, -1, 1)], dim)
-                x = x.narrow(dim, 0, x.shape[dim] // 2 * 2)
-            maps.append(F.avg_pool2d(x[None, None], 2)[0, 0])
-        sizes = torch.stack([torch._shape_as_tensor(m) for m in maps])  # levels 2: height, width
-        area = sizes[:, 0] * sizes[:, 1]
-        self.table = torch.cat([(area.cumsum(0) - area)[:, None], sizes.flip(1)], dim=1)
-        self.flat = torch.cat([m.flatten() for m in maps])[None]
+def pyramid(gray: Tensor) -> Pyramid:
+    """gray: 1 h w, of any size, which a graph tells at run time."""
+    maps = [gray[0]]
+    for _ in range(LEVELS + halvings(MOST_ZOOM) - 1):
+        x = maps[-1]
+        for dim in (0, 1):  # the border once more, and of these as many as are even
+            x = torch.cat([x, x.narrow(dim, -1, 1)], dim)
+            x = x.narrow(dim, 0, x.shape[dim] // 2 * 2)
+        maps.append(F.avg_pool2d(x[None, None], 2)[0, 0])
+    sizes = torch.stack([torch._shape_as_tensor(m) for m in maps])  # levels 2: height, width
+    area = sizes[:, 0] * sizes[:, 1]
+    table = torch.cat([(area.cumsum(0) - area)[:, None], sizes.flip(1)], dim=1)
+    return Pyramid(1.0, table, torch.cat([m.flatten() for m in maps])[None])
 
 
 def copied(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
