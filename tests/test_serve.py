@@ -103,8 +103,7 @@ class Held:
         self.busy, self.go = threading.Event(), threading.Event()
 
 
-@pytest.fixture
-def held(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+def holding(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     held, work = Held(), ModelThread._work
 
     def wait_and_work(self: ModelThread, jobs: Any) -> Any:
@@ -116,6 +115,11 @@ def held(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     yield held
     held.go.set()
     wait_for(lambda: server.service.taken == 0)
+
+
+@pytest.fixture
+def held(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    yield from holding(server, monkeypatch)
 
 
 def encoded(image: PIL.Image.Image, format: str = "PNG") -> bytes:

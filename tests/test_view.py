@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -20,6 +19,7 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 import pytest
+from browser_for_tests import open_browser
 from synthetic_scene import Scene, make_scene
 from test_colmap_data import to_binary
 from typer.testing import CliRunner
@@ -33,7 +33,6 @@ from prism_match.maps.outside import FIELD, GREEN, RED, draw_outside, finite_poi
 
 viewer = pytest.importorskip("prism_match.maps.viewer")
 Viewer, open_shown = viewer.Viewer, viewer.open_shown
-CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
 
 
 @pytest.fixture(scope="module")
@@ -229,21 +228,10 @@ def test_the_command_serves_until_it_is_interrupted(scene: Scene) -> None:
 
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[object]:
-    selenium = pytest.importorskip("selenium.webdriver")
-    if not (os.access(CHROMIUM, os.X_OK) and os.access(DRIVER, os.X_OK)):
-        pytest.skip(f"{CHROMIUM} and {DRIVER} are not both here")
-    options = selenium.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (
-        "--headless=new", "--no-sandbox", "--disable-gpu", "--use-angle=swiftshader",
-        "--enable-unsafe-swiftshader", "--disable-quic", "--no-first-run", "--disable-background-networking",
-        "--disable-component-update", "--disable-sync", "--window-size=1000,640",
-        f"--user-data-dir={tmp_path / 'profile'}",
-    ):  # fmt: skip
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"performance": "ALL"})
-    driver = selenium.Chrome(options=options, service=selenium.ChromeService(DRIVER))
-    driver.set_page_load_timeout(60)
+    folder = tmp_path / "browser"
+    folder.mkdir()
+    flags = "--use-angle=swiftshader", "--enable-unsafe-swiftshader", "--window-size=1000,640"
+    driver = open_browser(folder, *flags)
     yield driver
     driver.quit()
 
