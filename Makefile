@@ -1,12 +1,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test test-slow lint docs clean
 export NO_MKDOCS_2_WARNING = 1
 
-demo: $(READY)  ## match the bundled pairs of photos and write pictures to demo/
+demo: $(INSTALLED)  ## match the bundled pairs of photos and write pictures to demo/
 	$(BIN)/prism demo -o demo
 
 test: $(READY)  ## the default suite: 2 CPU cores, no network, minutes
@@ -25,9 +27,13 @@ lint: $(READY)
 	$(BIN)/lint-imports
 	if [ -x $(BIN)/mkdocs ]; then $(BIN)/mkdocs build --strict --quiet --site-dir build/site; fi
 
-$(READY): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt  # what matching and the page need: the first run is to be short
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(PIP) -e ".[serve]"
+	touch $(INSTALLED)
+
+$(READY): $(INSTALLED)
+	$(PIP) -e ".[dev]"
 	touch $(READY)
 
 clean:
