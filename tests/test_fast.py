@@ -20,7 +20,7 @@ from prism_match.config import PRESETS, ModelConfig
 from prism_match.model import kernels
 from prism_match.model.fast import AutocastPRISM, FastPRISM, arranged, is_supported
 from prism_match.model.prism import PRISM, Features
-from prism_match.model.recorder import Recorder
+from prism_match.model.recorder import Recorder, Recording
 
 TINY = PRESETS["tiny"].replace(theta_c=0.0)
 
@@ -191,6 +191,30 @@ def test_tables_of_sizes_are_kept_within_a_limit(monkeypatch: pytest.MonkeyPatch
         assert fast.layout(*features) is fast.layout(*features)
         assert sum(x.cells for x in fast.layouts.values()) <= 400 or len(fast.layouts) == 1
         assert n != 4 or len(fast.layouts) == 4
+
+
+def test_what_is_recorded_is_forgotten_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU nothing is recorded; the tensors that a recording would read and write stand for it."""
+    monkeypatch.setattr("prism_match.model.recorder.MOST", 4)
+    monkeypatch.setattr("prism_match.model.recorder.HELD", 4000)
+    recorder = Recorder()
+
+    def remember(name: str, *sizes: int) -> None:
+        inputs = tuple(recorder.buffer("in", n, torch.zeros(size)) for n, size in enumerate(sizes))
+        recorder.recordings[name] = Recording(inputs=inputs, outputs=(None,))
+        recorder.trim()
+
+    for name in "abcdef":
+        remember(name, 100)  # all of them need the same
+    assert list(recorder.recordings) == ["c", "d", "e", "f"] and recorder.held == 400
+    remember("g", 100, 800)
+    assert list(recorder.recordings) == ["d", "e", "f", "g"] and recorder.held == 3600
+    remember("h", 200)  # what "g" needs beside it is too much for the rest
+    assert list(recorder.recordings) == ["h"] and recorder.held == 800
+    remember("i", 5000)  # as large as it is, it is the one in use
+    assert list(recorder.recordings) == ["i"]
+    recorder.clear()
+    assert recorder.held == 0 and not recorder.recordings
 
 
 def test_threads_may_share_a_model() -> None:

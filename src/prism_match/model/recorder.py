@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE = 2  # calls before something is recorded: what is seen once or twice is not worth it
 MOST = 128  # recordings kept, those used last
+HELD = 2**29  # bytes of what they read and write; what they need in between, all of them share
 
 Work = Callable[..., tuple[Any, ...]]  # tensors in; tensors out, or None where there is nothing
 
@@ -53,11 +54,11 @@ class Recorder:
         with self.lock, torch.cuda.device(inputs[0].device):
             recording = self.recordings.pop(key, None) or Recording()
             self.recordings[key] = recording
-            while len(self.recordings) > MOST:
-                self.recordings.popitem(last=False)
             recording.calls += 1
-            if recording.graph is None and recording.calls > PATIENCE:
-                self.record(recording, work, inputs)
+            if recording.graph is None:
+                if recording.calls > PATIENCE:
+                    self.record(recording, work, inputs)
+                self.trim()
             return work(*inputs) if recording.graph is None else self.replay(recording, inputs)
 
     def replay(self, recording: Recording, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
@@ -81,7 +82,7 @@ class Recorder:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what the work took until now, it takes from memory of its own
             with torch.cuda.stream(side):
-                graph.capture_begin(*(() if self.pool is None else (self.pool,)))
+                graph.capture_begin(self.pool, capture_error_mode="thread_local")
                 try:
                     for to, result in zip(outputs, work(*buffers), strict=True):
                         if to is not None and to is not result:
@@ -96,6 +97,17 @@ class Recorder:
         self.done = self.done or torch.cuda.Event()
         recording.graph, recording.work = graph, work
         recording.inputs, recording.outputs = buffers, outputs
+
+    def trim(self) -> None:
+        """Forgets those used longest ago, until the rest is within limits."""
+        while len(self.recordings) > MOST or (self.held > HELD and len(self.recordings) > 1):
+            self.recordings.popitem(last=False)
+            needed = {id(x) for r in self.recordings.values() for x in (*r.inputs, *r.outputs)}
+            self.buffers = {key: x for key, x in self.buffers.items() if id(x) in needed}
+
+    @property
+    def held(self) -> int:
+        return sum(x.nbytes for x in self.buffers.values())
 
     def clear(self) -> None:
         """Forgets all of them, and frees their memory."""
