@@ -17,6 +17,7 @@ from conftest import ASSETS, needs_shared
 
 from prism_match import Matcher, UserError, __version__, cli
 from prism_match.config import PRESETS
+from prism_match.evaluation.speed import SpeedOptions, measure, open_onnx
 from prism_match.export.onnx import OnnxOptions, export_onnx
 from prism_match.export.onnx import write as writing
 from prism_match.model.fast import FastPRISM
@@ -417,3 +418,21 @@ def test_real_pairs(tmp_path: Path) -> None:
         with torch.inference_mode():
             expected = matcher.model.match(found[0].features, found[1].features)
         assert_same(run(session, images, 0.2), expected, apart=0.01)
+
+
+# ---- timed
+
+
+def test_prism_bench_times_the_file(exported: Path, weights: Path, tmp_path: Path) -> None:
+    options = SpeedOptions(
+        sizes=(96,), precisions=("fp32",), device="cpu", peers=False, repeats=1, batch=1, onnx=exported,
+        weights=str(weights),
+    )  # fmt: skip
+    rows = {row["what"]: row for row in measure(options).summary["rows"]}
+    assert rows["onnx"]["milliseconds"] > 0 and rows["onnx"]["note"].startswith("onnxruntime")
+    assert rows["onnx"]["matches"] == rows["model"]["matches"]
+    (tmp_path / "cut.onnx").write_bytes(exported.read_bytes()[:5000])
+    polish = exported.with_name("prism-polish.onnx")
+    for path, words in ((tmp_path / "cut.onnx", "cannot be opened"), (polish, "that takes two images")):
+        with pytest.raises(UserError, match=words):
+            open_onnx(path)

@@ -35,6 +35,9 @@ def bench(
     whole_range: Annotated[
         bool, typer.Option("--range", help="The models alone, time and memory from small to large images.")
     ] = False,
+    onnx: Annotated[
+        Optional[Path], typer.Option(help="Also time this file of `prism export onnx`, beside fp32 on a CPU.")
+    ] = None,
     weights: WeightsOption = None,
     model_config: ConfigOption = None,
     json_file: Annotated[Optional[Path], typer.Option("--json", help="Write all numbers here.")] = None,
@@ -48,6 +51,7 @@ def bench(
     Examples:
       prism bench
       prism bench a.jpg b.jpg --sizes 832,1152 --precisions fp32,bf16 --json speed.json
+      prism bench --onnx prism.onnx --sizes 640 --no-peers
       prism bench --range --no-peers --plot speed.png
     """
     from prism_match.evaluation.speed import RANGE, SIZES, SpeedOptions, check_plot, draw, measure
@@ -70,7 +74,7 @@ def bench(
         sizes=parse_sizes(sizes) if sizes is not None else RANGE if whole_range else SIZES,
         precisions=parse_precisions(precisions),
         device=device, peers=peers, repeats=repeats or 0, batch=batch or 0, whole_range=whole_range,
-        weights=weights, config=parse_config(model_config),
+        onnx=onnx, weights=weights, config=parse_config(model_config),
     )  # fmt: skip
     report = measure(options)
     print(report)

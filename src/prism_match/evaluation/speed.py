@@ -53,6 +53,7 @@ class SpeedOptions:
     repeats: int = 0  # 0: 20 on a GPU, 3 on a CPU
     batch: int = 0  # pairs from files at a time; 0: 8 on a GPU, 2 on a CPU
     whole_range: bool = False  # only what is drawn over the number of pixels: the models alone
+    onnx: Path | None = None  # a file of `prism export onnx`, timed beside fp32 on a CPU
     weights: str | None = None
     config: ModelConfig | None = None
 
@@ -66,7 +67,7 @@ class SpeedOptions:
 class Row:
     method: str
     package: str
-    what: str  # "model", "match", "files" or "set"
+    what: str  # "model", "onnx", "match", "files" or "set"
     width: int
     height: int
     precision: str
@@ -103,6 +104,7 @@ def measure(options: SpeedOptions) -> Report:
     device = find_device(options.device)
     options, machine = options.settled(device), describe_machine(device)
     photos = load_pair(options.photos)
+    exported = open_onnx(options.onnx) if options.onnx else None
     rows: list[Row] = []
     stages: list[StageTimes] = []
     skipped: dict[str, str] = {}
@@ -118,6 +120,8 @@ def measure(options: SpeedOptions) -> Report:
                 bar.set_postfix_str(f"{size} px, {precision_name(matcher)}")
                 images = [fit(photo, size, options.photos is None) for photo in photos]
                 contenders = [ours_alone(matcher, images), *theirs(matcher, peers, images)]
+                if exported and device.type == "cpu" and matcher.dtype == torch.float32:
+                    contenders.insert(1, exported_alone(exported, matcher, images))
                 if not options.whole_range:
                     contenders.insert(1, ours_whole(matcher, images))
                 rows += race(contenders, matcher, images, options.repeats)
@@ -207,6 +211,40 @@ def ours_alone(matcher: Matcher, images: Sequence[np.ndarray]) -> Contender:
 
 def ours_whole(matcher: Matcher, images: Sequence[np.ndarray]) -> Contender:
     return Contender(OURS, version(), "match", lambda: matcher.match(*images), note_of(matcher))
+
+
+def open_onnx(path: Path) -> Any:
+    """An onnxruntime session with as many threads as PyTorch has."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise UserError('onnxruntime is missing: pip install "prism-match[onnx]"') from error
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
+    except Exception as error:  # it has no common type for what may be wrong with a file
+        raise UserError(f"{path}: cannot be opened by onnxruntime ({first_line(error)})") from error
+    given = {x.name for x in session.get_inputs()}
+    if given != {"image0", "image1", "threshold"} or "theta_c" not in metadata(session):
+        raise UserError(f"{path}: not a file of `prism export onnx` that takes two images")
+    return session
+
+
+def metadata(session: Any) -> dict[str, str]:
+    return session.get_modelmeta().custom_metadata_map
+
+
+def exported_alone(session: Any, matcher: Matcher, images: Sequence[np.ndarray]) -> Contender:
+    import onnxruntime
+
+    image0, image1 = (x.numpy() for x in to_tensors(matcher, images))
+    threshold = np.array(float(metadata(session)["theta_c"]), np.float32)
+
+    def run() -> np.ndarray:
+        return session.run(["scores"], {"image0": image0, "image1": image1, "threshold": threshold})[0]
+
+    return Contender(OURS, version(), "onnx", run, f"onnxruntime {onnxruntime.__version__}")
 
 
 def note_of(matcher: Matcher) -> str:
