@@ -23,6 +23,7 @@ from prism_match import Matcher
 from prism_match.evaluation.report import Table
 from prism_match.evaluation.speed import fit, load_pair
 from prism_match.files import read_words
+from prism_match.geometry import warp_points
 from prism_match.images import load_image
 
 ROOT = Path(__file__).parents[1]
@@ -111,7 +112,7 @@ def errors(matcher: Matcher, model: object, polish: object, pairs: dict) -> Tabl
         at0, at1, _ = match_by_onnx(model, polish, photos, matcher.size)  # type: ignore[arg-type]
         line = [name]
         for p, q in ((found.keypoints0, found.keypoints1), (at0, at1)):
-            error = np.linalg.norm(project(h, p) - q, axis=1)
+            error = np.linalg.norm(warp_points(p, h) - q, axis=1)
             line += [
                 f"{np.median(error):.3f}",
                 f"{100 * (error < 1).mean():.1f}",
@@ -139,11 +140,6 @@ def errors(matcher: Matcher, model: object, polish: object, pairs: dict) -> Tabl
 def keys(points: np.ndarray) -> list[tuple[float, ...]]:
     """Of cells, whatever the last bit of their places."""
     return [tuple(p) for p in np.round(points.astype(np.float64), 1).tolist()]
-
-
-def project(h: np.ndarray, points: np.ndarray) -> np.ndarray:
-    x = np.column_stack([points, np.ones(len(points))]) @ h.T
-    return x[:, :2] / x[:, 2:]
 
 
 def times(matcher: Matcher, model: onnxruntime.InferenceSession, sizes: list[str], repeats: int) -> Table:

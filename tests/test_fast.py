@@ -127,6 +127,29 @@ def test_room_to_spare_changes_nothing(levels: tuple[int, ...], monkeypatch: pyt
         assert torch.equal(one.keep0, other.keep0) and torch.equal(one.keep1, other.keep1)
 
 
+class Replaying(Recorder):
+    """As on a GPU: what was asked for first under a name and with these shapes is done from then on."""
+
+    def __call__(self, name: Any, work: Any, *inputs: Tensor) -> tuple[Any, ...]:
+        key = name, tuple(x.shape for x in inputs)
+        return self.recordings.setdefault(key, Recording(work=work)).work(*inputs)
+
+
+def test_what_is_recorded_serves_no_other_pair() -> None:
+    """Of two pairs of equal sizes and with as many cells in all, but not in each image."""
+    model = random_model(TINY)
+    fast, plain = FastPRISM(model, torch.float32, Replaying()), FastPRISM(model, torch.float32)
+    with torch.inference_mode():
+        a, b = (fast.extract(x) for x in images((64, 64), (64, 64)))
+        part = torch.ones_like(a.valid)
+        part[:, :4] = False
+        for regions in ((part, None), (None, part)):
+            expected, found = plain.match(a, b, *regions), fast.match(a, b, *regions)
+            for name in ("batch", "keypoints0", "keypoints1", "confidence"):
+                assert torch.equal(getattr(expected, name), getattr(found, name))
+            assert torch.equal(expected.layers[0].logit0, found.layers[0].logit0)
+
+
 def test_features_are_not_changed_by_matching() -> None:
     fast = FastPRISM(random_model(TINY), torch.float32)
     with torch.inference_mode():

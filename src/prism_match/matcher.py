@@ -288,10 +288,7 @@ def polished(
     halved first; units: of the pyramids, `tables` the rest of them; few: too few matches to tell how the
     images are stretched."""
     first, second = Pyramid(units[0], tables[1], tables[0]), Pyramid(units[1], tables[3], tables[2])
-    (x0, y0), (x1, y1) = scales
-    scale0, scale1 = (
-        torch.cat([at0.new_full((1,), x), at0.new_full((1,), y)]) for x, y in ((x0, y0), (x1, y1))
-    )
+    scale0, scale1 = (torch.cat([at0.new_full((1,), x), at0.new_full((1,), y)]) for x, y in scales)
     same = torch.eye(2, device=at0.device).expand(len(at0), 2, 2)
     for halving in range(largest, -1, -1):
         stretch = same if few else local_affine(at0, at1, rounds=REWEIGHED)

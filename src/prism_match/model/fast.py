@@ -40,7 +40,7 @@ from prism_match.model.kernels import (
 )
 from prism_match.model.matching import away_from_border, mutual_partners
 from prism_match.model.mpm import MPM
-from prism_match.model.packing import Kept, Layout, Room, Shape, spared
+from prism_match.model.packing import Kept, Layout, Room, Shape, numbers_of, spared
 from prism_match.model.position import frame_scale
 from prism_match.model.prism import (
     ATTENTION_KERNELS,
@@ -132,26 +132,23 @@ class FastPRISM:
     ) -> PairMatches:
         """As `PRISM.match`; only the features of the last layer are kept."""
         layout = self.layout(a, b)
-        name = (layout.shapes, a.valid.device)
         layers = []
         with sdpa_kernel(ATTENTION_KERNELS):
             with stage("MPMs"):
                 masks = (a.looked_at(keep0), b.looked_at(keep1))
                 begin = partial(self.begin, layout)
                 table, keep, inner, coarsest, ends, *centres = self.recorder(
-                    (name, "begin"), begin, a.coarse, b.coarse, a.valid, b.valid, *masks
+                    ("begin", layout.shapes), begin, a.coarse, b.coarse, a.valid, b.valid, *masks
                 )
                 for n, mpm in enumerate(self.mpms):
                     room = self.room(layout, ends, untouched=n == 0)
                     table, keep, logit, ends = self.recorder(
-                        (name, n, room.rows), partial(mpm, layout, room), table, keep, coarsest, *centres
+                        (n, layout.shapes, room), partial(mpm, layout, room), table, keep, coarsest, *centres
                     )
                     layers.append(layout.state(table, keep, logit))
             with stage("matching"):
                 lengths = layout.lengths(ends.tolist())[-1]
-                cells, confidence, pair = self.coarse_matches(
-                    layout, table, keep, logit, coarsest, inner, lengths, theta_c
-                )
+                cells, confidence, pair = self.coarse_matches(table, keep, logit, inner, lengths, theta_c)
             with stage("refinement"):
                 parts = [self.refined(a, b, table, layout, x) for x in cells.split(REFINED_AT_ONCE, dim=1)]
                 keypoints0, keypoints1, std = (torch.cat(x) for x in zip(*parts, strict=True))
@@ -214,18 +211,16 @@ class FastPRISM:
 
     def coarse_matches(
         self,
-        layout: Layout,
         table: Tensor,
         keep: Tensor,
         logit: Tensor | None,
-        coarsest: Tensor,
         inner: Tensor,
-        lengths: list[int],
+        lengths: tuple[int, ...],
         theta_c: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """M_c: the cells of each match, as rows of the table (2 m), its confidence (m) and its pair (m)."""
         c = self.config
-        rows = Kept.of(layout, keep, coarsest).rows(-1, sum(lengths))
+        rows = numbers_of(keep, keep.cumsum(0), sum(lengths))
         log_nmi: Sequence[Tensor | None] = [None] * len(lengths)
         if c.weighted_softmax and logit is not None:
             log_nmi = F.logsigmoid(logit[rows]).split(lengths)

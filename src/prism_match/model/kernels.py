@@ -4,7 +4,7 @@ all of those give the same in a trial."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -173,7 +173,7 @@ def attend_segments(
     key_ends: Tensor,
     crossed: bool,
     most: int,
-    lengths: tuple[list[int], list[int]] | None,
+    lengths: tuple[Sequence[int], Sequence[int]] | None,
 ) -> Tensor:
     """Attention within segments that lie one after the other: query: n h d; key, value: m h d; ends: of the
     segments; crossed: those of the first half see the keys of the second half's, and the other way round;
@@ -182,11 +182,12 @@ def attend_segments(
     if lengths is None:
         return triton_kernels.attend_segments(query, key, value, ends, key_ends, crossed, most)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # 1 h n d
-    keys = list(zip(k.split(lengths[1], 2), v.split(lengths[1], 2), strict=True))
+    counts, key_counts = (list(x) for x in lengths)
+    keys = list(zip(k.split(key_counts, 2), v.split(key_counts, 2), strict=True))
     if crossed:
         half = len(keys) // 2
         keys = keys[half:] + keys[:half]
-    parts = zip(q.split(lengths[0], 2), keys, strict=True)
+    parts = zip(q.split(counts, 2), keys, strict=True)
     return torch.cat([attend(each, *seen, None)[0].transpose(0, 1) for each, seen in parts])
 
 

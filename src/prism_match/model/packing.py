@@ -15,6 +15,7 @@ from prism_match.model.position import cell_grid
 SHARES = 8  # parts of a level: where room is not exact, it is for so many of them
 
 Shape = tuple[int, int, int]  # images, rows and columns of their maps
+Lengths = tuple[tuple[int, ...], ...]  # of each level: how many patches of each image
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,11 @@ class Layout:
         nmi = (None, None) if logit is None else maps(logit)
         return LayerState(*maps(table), *maps(keep), *nmi)
 
-    def lengths(self, ends: list[int]) -> list[list[int]]:
+    def lengths(self, ends: list[int]) -> Lengths:
         """Of each level: how many patches of each image are kept, as `Kept.ends` tells."""
         images = len(self.ends[0])
         levels = [ends[n : n + images] for n in range(0, len(ends), images)]
-        return [[end - start for end, start in zip(x, [0, *x], strict=False)] for x in levels]
+        return tuple(tuple(end - start for end, start in zip(x, [0, *x], strict=False)) for x in levels)
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,10 @@ class Room:
 
     rows: tuple[int, ...]
     most: int  # cells of one image
-    lengths: list[list[int]] | None  # of each level: how many of each image, where the host may know it
+    lengths: Lengths | None  # of each level: how many of each image, where the host may know it
 
     @staticmethod
-    def exact(lengths: list[list[int]]) -> Room:
+    def exact(lengths: Lengths) -> Room:
         return Room(tuple(sum(x) for x in lengths), max(lengths[-1]), lengths)
 
     @staticmethod
@@ -100,7 +101,7 @@ class Room:
         return Room(rows, max(height * width for _, height, width in layout.shapes), None)
 
     @staticmethod
-    def ample(layout: Layout, lengths: list[list[int]]) -> Room:
+    def ample(layout: Layout, lengths: Lengths) -> Room:
         """Out of few sizes, so that the same work can be recorded for many pairs."""
         full = Room.full(layout)
         pruned = range(len(full.rows) > 1, len(full.rows))  # the coarsest of several levels never is
@@ -128,11 +129,15 @@ class Kept:
         return Kept(flags, counted, [c[e] for c, e in zip(counted, layout.ends, strict=True)])
 
     def rows(self, level: int, room: int) -> Tensor:
-        """Their numbers in a level; those that are too many are the spare one's."""
-        flags, counted = self.flags[level], self.counted[level]
-        numbers = torch.arange(len(flags), device=flags.device)
-        rows = torch.full((room + 1,), len(flags), device=flags.device)
-        return rows.scatter_(0, torch.where(flags, counted - 1, room), numbers)[:-1]
+        """Their numbers in a level."""
+        return numbers_of(self.flags[level], self.counted[level], room)
+
+
+def numbers_of(flags: Tensor, counted: Tensor, room: int) -> Tensor:
+    """room: where the flags (n) are set, `counted` of them up to each; after these n, the spare one's."""
+    numbers = torch.arange(len(flags), device=flags.device)
+    rows = torch.full((room + 1,), len(flags), device=flags.device)
+    return rows.scatter_(0, torch.where(flags, counted - 1, room), numbers)[:-1]
 
 
 def spared(table: Tensor) -> Tensor:
