@@ -8,12 +8,13 @@ import dataclasses
 import pytest
 import reference
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from prism_match.config import PRESETS, ModelConfig
 from prism_match.model import backbone, matching, prism
 from prism_match.model.ablations import LinearAttention, absolute_encoding
-from prism_match.model.attention import SADPA
+from prism_match.model.attention import SADPA, attend_seen
 from prism_match.model.backbone import ResNetFPN
 from prism_match.model.matching import away_from_border
 from prism_match.model.mpm import LayerState
@@ -148,6 +149,23 @@ def test_sadpa_equals_loops(levels: tuple[int, ...], rotary: bool, gather: bool)
         assert_close(fast[n], slow, 1e-4)
         masked = reference.masked_attention(layer, source[n], target[n], keep_s[n], keep_t[n], valid_t[n])
         assert_close(masked, slow, 1e-4)
+
+
+@pytest.mark.parametrize("dim", [7, 8, 32])
+def test_a_mask_as_a_channel_hides_what_a_mask_hides(dim: int) -> None:
+    seen = torch.rand(3, 11) < 0.5
+    seen[:, 4] = True
+    tensors = [torch.randn(3, 2, n, dim, requires_grad=True) for n in (5, 11, 11)]
+    grads = []
+    for way in (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None]),
+        lambda q, k, v: attend_seen(q, k, v, seen),
+    ):
+        message = way(*tensors)
+        grads.append((message, *torch.autograd.grad(message.square().sum(), tensors)))
+    for wanted, got in zip(*grads, strict=True):
+        torch.testing.assert_close(got, wanted)
+    assert grads[1][2][:, :, ~seen[0]][0].abs().max() == 0  # nothing flows to a key that is not seen
 
 
 @pytest.mark.parametrize("gather", [True, False])

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from prism_match.model.position import RotaryEncoding
 from prism_match.model.tokens import Cells
 
+HIDDEN = -3e4  # times the scale of attention: no share for a key, and a number in every precision
+ALIGNED = 8  # channels of a head, in multiples of which kernels take them
+
 
 class SADPA(nn.Module):
     """Attention from the kept cells of a source map to a target map seen at several scales."""
@@ -56,8 +59,23 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Te
     if mask is None:
         return F.scaled_dot_product_attention(query, key, value)
     empty = ~mask.any(dim=1, keepdim=True)
-    message = F.scaled_dot_product_attention(query, key, value, attn_mask=(mask | empty)[:, None, None])
+    seen = mask | empty
+    if query.is_cuda:  # where the fastest kernel takes no mask
+        message = attend_seen(query, key, value, seen)
+    else:
+        message = F.scaled_dot_product_attention(query, key, value, attn_mask=seen[:, None, None])
     return message.masked_fill(empty[:, :, None, None], 0.0)
+
+
+def attend_seen(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    """As with a mask (b m, at least one key in each), which is one more channel of queries and keys here."""
+    heads, dim = query.shape[1], query.shape[3]
+    more = -(dim + 1) % ALIGNED
+    hidden = torch.where(seen, 0.0, HIDDEN).to(key.dtype)[:, None, :, None].expand(-1, heads, -1, 1)
+    query = F.pad(F.pad(query, (0, 1), value=1.0), (0, more))
+    key = F.pad(torch.cat([key, hidden], dim=-1), (0, more))
+    value = F.pad(value, (0, 1 + more))
+    return F.scaled_dot_product_attention(query, key, value, scale=dim**-0.5)[..., :dim]
 
 
 def patches(x: Tensor, level: int) -> Tensor:
