@@ -207,13 +207,15 @@ class PairMatcher:
     def _match_batch(self, pairs: list[FeaturesPair], details: bool) -> list[Matches]:
         """Of pairs of equal padded sizes, turned if need be."""
         best = self._match_as_they_are(pairs)
+        if self.rotate != "always":  # most stay as they are: what is not waited for can be done meanwhile
+            best = [self._exact(found) for found in best]
         tried = [n for n, found in enumerate(best) if self._is_doubtful(found)]
         for turns in (1, 2, 3) if tried else ():
             turned = self.extract_prepared([pairs[n][1].prepared.turned(turns) for n in tried])
             again = [(pairs[n][0], image) for n, image in zip(tried, turned, strict=True)]
             for n, found in zip(tried, self._match_as_they_are(again), strict=True):
                 best[n] = max(best[n], found, key=Found.evidence)  # the first of equals: turned the least
-        return [self._finish(found, details).filter(top=self.max_matches) for found in best]
+        return [self._finish(self._exact(found), details).filter(top=self.max_matches) for found in best]
 
     def _is_doubtful(self, found: Found) -> bool:
         """Whether image 1 should be turned."""
@@ -236,13 +238,16 @@ class PairMatcher:
             return None
         return torch.from_numpy(np.stack([p.region for p in prepared])).to(self.device)
 
+    def _exact(self, found: Found) -> Found:
+        """Polished, once."""
+        if found.exact or not self.polish or not len(found.at1):
+            return found
+        with stage("polish"):
+            return replace(found, at1=self._polish(found.pair, found.at0, found.at1), exact=True)
+
     def _finish(self, found: Found, details: bool) -> Matches:
         a, b = (image.prepared for image in found.pair)
-        at1 = found.at1
-        if self.polish and len(at1):
-            with stage("polish"):
-                at1 = self._polish(found.pair, found.at0, at1)
-        points0, points1 = a.to_original(found.at0.cpu().numpy()), b.to_original(at1.cpu().numpy())
+        points0, points1 = a.to_original(found.at0.cpu().numpy()), b.to_original(found.at1.cpu().numpy())
         scores = found.scores
         order = np.argsort(-scores, kind="stable")
         order = order[(is_inside(points0, a.size) & is_inside(points1, b.size))[order]]
@@ -437,6 +442,7 @@ class Found:
     confidence: Tensor  # m
     batch: PairMatches
     number: int  # of the pair in the batch
+    exact: bool = False  # polished
 
     @cached_property
     def scores(self) -> np.ndarray:

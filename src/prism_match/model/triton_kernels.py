@@ -326,13 +326,13 @@ def attend_windows(query: Tensor, value: Tensor) -> Tensor:
 
 
 @triton.jit
-def _row_sums(s, out, scale, m, BLOCK: tl.constexpr):
+def _row_sums(s, out, scale, m, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, m, BLOCK):
-        value = scale * tl.load(s + row * m + start + k, mask=start + k < m, other=float("-inf"))
+        value = scale * tl.load(s + row * stride + start + k, mask=start + k < m, other=float("-inf"))
         higher = tl.maximum(highest, value)
         # A lane that has seen nothing yet must not take -inf from -inf.
         safe = tl.where(higher == float("-inf"), 0.0, higher)
@@ -344,8 +344,9 @@ def _row_sums(s, out, scale, m, BLOCK: tl.constexpr):
 
 @triton.jit
 def _column_sums(
-    s, highest_out, total_out, scale, n, m, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
-):
+    s, highest_out, total_out, scale, n, m, stride,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = column < m
     first = tl.program_id(1) * ROWS
@@ -354,7 +355,8 @@ def _column_sums(
     for start in range(0, ROWS, TILE):
         row = (first + start + tl.arange(0, TILE)).to(tl.int64)
         inside = there[None, :] & (row < n)[:, None]
-        value = scale * tl.load(s + row[:, None] * m + column[None, :], mask=inside, other=float("-inf"))
+        at = s + row[:, None] * stride + column[None, :]
+        value = scale * tl.load(at, mask=inside, other=float("-inf"))
         higher = tl.maximum(highest, tl.max(value, axis=0))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(highest - safe) + tl.sum(tl.exp(value - safe[None, :]), axis=0)
@@ -369,22 +371,22 @@ def log_sum_exp(s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     rows, parts = torch.empty(n, device=s.device), triton.cdiv(n, ROWS)
     highest, total = torch.empty((2, parts, m), device=s.device)
     with torch.cuda.device(s.device):
-        _row_sums[(n,)](s, rows, scale, m, BLOCK=1024)
+        _row_sums[(n,)](s, rows, scale, m, s.stride(0), BLOCK=1024)
         _column_sums[(triton.cdiv(m, 128), parts)](
-            s, highest, total, scale, n, m, ROWS=ROWS, TILE=TILE, BLOCK=128
+            s, highest, total, scale, n, m, s.stride(0), ROWS=ROWS, TILE=TILE, BLOCK=128
         )
     return rows, (highest + total.log()).logsumexp(dim=0)
 
 
 @triton.jit
-def _row_best(s, rows, columns, best_out, arg_out, scale, m, BLOCK: tl.constexpr):
+def _row_best(s, rows, columns, best_out, arg_out, scale, m, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     where = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, m, BLOCK):
         there = start + k < m
-        value = 2 * scale * tl.load(s + row * m + start + k, mask=there, other=float("-inf"))
+        value = 2 * scale * tl.load(s + row * stride + start + k, mask=there, other=float("-inf"))
         value += tl.load(columns + start + k, mask=there, other=0.0)
         better = value > best
         best = tl.where(better, value, best)
@@ -398,7 +400,7 @@ def _row_best(s, rows, columns, best_out, arg_out, scale, m, BLOCK: tl.constexpr
 
 @triton.jit
 def _column_best(
-    s, rows, columns, best_out, arg_out, scale, n, m,
+    s, rows, columns, best_out, arg_out, scale, n, m, stride,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -409,7 +411,7 @@ def _column_best(
     for start in range(0, ROWS, TILE):
         row = first + start + tl.arange(0, TILE)
         inside = there[None, :] & (row < n)[:, None]
-        at = s + row.to(tl.int64)[:, None] * m + column[None, :]
+        at = s + row.to(tl.int64)[:, None] * stride + column[None, :]
         value = 2 * scale * tl.load(at, mask=inside, other=float("-inf"))
         value += tl.load(rows + row, mask=row < n, other=0.0)[:, None]
         top = tl.max(value, axis=0)
@@ -429,9 +431,9 @@ def best_of(s: Tensor, rows: Tensor, columns: Tensor, scale: float) -> tuple[Ten
     best = torch.empty((parts, m), device=s.device)
     arg = torch.empty((parts, m), dtype=torch.int64, device=s.device)
     with torch.cuda.device(s.device):
-        _row_best[(n,)](s, rows, columns, row_best, row_arg, scale, m, BLOCK=1024)
+        _row_best[(n,)](s, rows, columns, row_best, row_arg, scale, m, s.stride(0), BLOCK=1024)
         _column_best[(triton.cdiv(m, 128), parts)](
-            s, rows, columns, best, arg, scale, n, m, ROWS=ROWS, TILE=TILE, BLOCK=128
+            s, rows, columns, best, arg, scale, n, m, s.stride(0), ROWS=ROWS, TILE=TILE, BLOCK=128
         )
     column_best, part = best.max(dim=0)
     return row_best, row_arg, column_best, arg.gather(0, part[None])[0]
