@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 from pathlib import Path
 
 import cv2
@@ -11,7 +11,10 @@ import torch
 from prism_match.config import PRESETS
 from prism_match.model.prism import PRISM
 
-torch.set_num_threads(2)
+# So small a model is fastest on one thread: two wait for each other longer than they work, and on a busy
+# machine many times as long.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 
 SHARED = Path(__file__).parents[2] / "shared"
 ASSETS = Path(__file__).parents[1] / "src" / "prism_match" / "assets"
@@ -30,15 +33,6 @@ def tiny() -> PRISM:
             logit = model.transform(a, b, a.valid, b.valid)[layer].logit0
             mpm.pruning.phi[-1].bias -= logit[logit.isfinite()].quantile(0.3)
     return model
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """So small a model is fastest on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import torch
 from pairs_for_tests import ShiftedTextures
 from safetensors.torch import save_file
 
@@ -14,7 +13,6 @@ from prism_match.training.trainer import Trainer
 
 
 def main(out: str, accumulate: str) -> None:
-    torch.set_num_threads(1)
     config = PRESETS["tiny"].replace(accumulate=int(accumulate), phases=(Phase(0.0, 64, 4),), steps=10)
     trainer = Trainer(config, [Weighted(ShiftedTextures())], f"{out}-run")
     feed = Feed(trainer.mixer)

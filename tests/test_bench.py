@@ -22,7 +22,6 @@ from prism_match.evaluation import peers, speed
 from prism_match.evaluation.speed import OURS, Row, SpeedOptions, measure
 from prism_match.stages import stage
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = SpeedOptions(sizes=(64, 96), device="cpu", repeats=2, batch=1, config=PRESETS["tiny"])
 
 

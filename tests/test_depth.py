@@ -20,14 +20,6 @@ from prism_match.training.depth import (
 CONFIG = SweepConfig(long_side=160, planes=64, sources=4, window=5)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     scene = make_scene(tmp_path_factory.mktemp("scene"))

@@ -233,7 +233,7 @@ def test_damaged_files_of_hlocs_are_told(tmp_path: Path) -> None:
 
 
 def test_the_kornia_example_runs_without_kornia(
-    one_thread: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "kornia", None)
     example = runpy.run_path(str(ASSETS.parents[2] / "examples" / "kornia_style.py"))

@@ -702,9 +702,7 @@ def invoke(*arguments: object):  # noqa: ANN201
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
-def test_the_command_from_photos_to_poses(
-    scene: Scene, sequence: Path, tmp_path: Path, one_thread: None
-) -> None:
+def test_the_command_from_photos_to_poses(scene: Scene, sequence: Path, tmp_path: Path) -> None:
     """With the shipped weights and retrieval; one query cannot be read, one shows something else."""
     queries = tmp_path / "queries"
     queries.mkdir()

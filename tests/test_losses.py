@@ -34,8 +34,6 @@ from prism_match.training.supervision import CoarseTruth
 B, H, W, C = 3, 4, 5, 8
 N = H * W
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def random_truth(generator: torch.Generator) -> CoarseTruth:
     """Pair 0 has many matches, pair 1 one, pair 2 none; some cells are neither matchable nor not."""

@@ -92,7 +92,7 @@ def test_top_pairs_against_a_plain_reference():
         top_pairs(queries, references, 0)
 
 
-def test_descriptors_find_the_same_photo(photo, one_thread):
+def test_descriptors_find_the_same_photo(photo):
     matcher = Matcher(device="cpu")
     g = np.random.default_rng(0)
     other = g.integers(0, 255, (120, 160), dtype=np.uint8)
@@ -404,7 +404,7 @@ def test_disk_is_bounded_and_spares_the_backbone(tmp_path, monkeypatch):
     assert counts[0] == 30 < counts[1] < counts[2]
 
 
-def test_features_on_disk_change_nothing(tmp_path, photo, one_thread):
+def test_features_on_disk_change_nothing(tmp_path, photo):
     matcher = Matcher(device="cpu", size=96, config=PRESETS["tiny"].replace(theta_c=0.0))
     files = {f"{n}.png": tmp_path / f"{n}.png" for n in range(4)}
     for n, path in enumerate(files.values()):

@@ -245,7 +245,6 @@ def test_region_masks_limit_where_matches_are(matcher: Matcher, photo: np.ndarra
     same(matcher.match(photo, photo, mask0=np.ones_like(mask)), matcher.match(photo, photo))
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_masks_in_batches(matcher: Matcher, photo: np.ndarray) -> None:
     small, mask = photo[:96, :128], np.zeros((96, 128), np.uint8)
     mask[:, 40:] = 1
@@ -274,7 +273,6 @@ def turn_back(points: np.ndarray, turns: int, size: tuple[int, int]) -> np.ndarr
     )
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("turns", [1, 2, 3])
 def test_a_turned_image_matches_as_if_upright(photo: np.ndarray, turns: int) -> None:
     image = photo[:96, :128]
@@ -307,7 +305,6 @@ def test_turned_images_of_any_size_come_back_to_their_pixels(photo: np.ndarray) 
         np.testing.assert_allclose(turned.to_original(there), expected, atol=1e-3)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_turned_batches_give_what_singles_give(photo: np.ndarray) -> None:
     matcher = Matcher(config=SURE, device="cpu", rotate="always", max_matches=20)
     image = photo[:64, :96]

@@ -17,7 +17,6 @@ import httpx
 import numpy as np
 import PIL.Image
 import pytest
-import torch
 from browser_for_tests import open_browser
 from conftest import ASSETS
 from hostile_files import png_claiming
@@ -122,11 +121,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrom
 
 
 @pytest.fixture(scope="module")
-def matcher() -> Iterator[Matcher]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the browser has work to do as well
-    yield Matcher(device="cpu", size=192)
-    torch.set_num_threads(threads)
+def matcher() -> Matcher:
+    return Matcher(device="cpu", size=192)
 
 
 @pytest.fixture(scope="module")

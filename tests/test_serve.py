@@ -42,7 +42,6 @@ from prism_match.serve.run import make_server
 from prism_match.serve.settings import listen
 from prism_match.weights.store import export_weights
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 DOCS = ROOT / "docs" / "serve.md"
 
 

@@ -37,8 +37,6 @@ from prism_match.weights.store import export_weights
 
 TINY = PRESETS["tiny"].replace(phases=(Phase(0.0, 64, 2),), log_every=2, warmup=2)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def trainer(run: Path, source=None, **changes) -> Trainer:
     return Trainer(TINY.replace(**changes), [Weighted(source or ShiftedTextures())], run)
@@ -146,7 +144,7 @@ def test_stopping_and_resuming_changes_nothing(tmp_path, capsys):
 
 def test_sigterm_ends_the_process_with_success(tmp_path):
     code = (
-        "import sys, torch; torch.set_num_threads(1); sys.path.insert(0, sys.argv[2])\n"
+        "import sys; sys.path.insert(0, sys.argv[2])\n"
         "from test_trainer import *\n"
         "trainer(Path(sys.argv[1]), steps=100000).fit()"
     )
