@@ -16,7 +16,7 @@ __all__ = ["ServeSettings", "check_installed", "serve"]
 
 
 def check_installed() -> None:
-    for module in ("fastapi", "uvicorn", "python_multipart", "prometheus_client"):
+    for module in ("fastapi", "uvicorn", "python_multipart", "prometheus_client", "orjson"):
         try:
             importlib.import_module(module)
         except ImportError as error:
