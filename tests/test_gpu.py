@@ -111,7 +111,8 @@ def test_what_is_recorded_gives_the_same(photo: np.ndarray) -> None:
     features = matcher.extract([photo])[0]
     before = features.features.coarse.clone(), features.features.fine.clone()
     first = [matcher.match(*pair) for pair in pairs]
-    assert not any(r.graph for r in matcher.recorder.recordings.values())
+    recorded = {name[0] for (name, *_), r in matcher.recorder.recordings.items() if r.graph is not None}
+    assert recorded <= {"halved"}  # three images of one size are halved by now; the rest was as it is
     for _ in range(4):  # in turns, so that one could disturb the other
         for pair, expected in zip(pairs, first, strict=True):
             found = matcher.match(*pair)
