@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from prism_match.errors import UserError
 
 if TYPE_CHECKING:
+    from prism_match.alignment import align
     from prism_match.config import ModelConfig
     from prism_match.engine import Matcher
     from prism_match.matcher import match
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
     from prism_match.model.prism import PRISM
 
 __version__ = "0.1.0"
-__all__ = ["PRISM", "Matcher", "Matches", "ModelConfig", "UserError", "match"]
+__all__ = ["PRISM", "Matcher", "Matches", "ModelConfig", "UserError", "align", "match"]
 
 _HOMES = {
+    "align": "prism_match.alignment",
     "PRISM": "prism_match.model.prism",
     "Matcher": "prism_match.engine",
     "match": "prism_match.matcher",

@@ -229,6 +229,12 @@ def warp_points(points: np.ndarray, homography: np.ndarray) -> np.ndarray:
     return to_points(to_homogeneous(np.asarray(points, dtype=np.float64)) @ homography.T)
 
 
+def is_evident(agreeing: int, matches: int) -> bool:
+    """Whether more matches agree with one geometry than chance would have: the rule by which Brown and Lowe
+    tell the photos of a panorama from others (IJCV 2007)."""
+    return agreeing > 8 + 0.3 * matches
+
+
 def resize_matrix(sx: float, sy: float) -> np.ndarray:
     """3 3: a resize, which maps x to (x + 0.5) * s - 0.5; for points and, from the left, for intrinsics."""
     return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1]])

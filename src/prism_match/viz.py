@@ -63,6 +63,20 @@ def draw_overlay(warped: np.ndarray, image1: np.ndarray, covered: np.ndarray) ->
     return np.where(covered[..., None], mixed, image1)
 
 
+def draw_difference(warped: np.ndarray, image1: np.ndarray, covered: np.ndarray) -> np.ndarray:
+    """h w 3: how much brighter (red) or darker (blue) the first (h w 3) is than the second where both are
+    (covered: h w, bool), once it has the brightness and contrast of that; gray: the same."""
+    first, second = (cv2.cvtColor(x, cv2.COLOR_RGB2GRAY).astype(np.float32) for x in (warped, image1))
+    if covered.any():
+        (low0, low1), (high0, high1) = (
+            [float(np.percentile(x[covered], p)) for x in (first, second)] for p in (10, 90)
+        )
+        first = (first - low0) * ((high1 - low1) / max(high0 - low0, 1.0)) + low1
+    more = np.where(covered, first - second, 0).clip(-127, 127)
+    colour = np.stack([128 + more, 128 - np.abs(more) / 2, 128 - more], axis=-1)
+    return np.where(covered[..., None], colour, 255).round().astype(np.uint8)
+
+
 def tint_pruned(image: np.ndarray, keep: np.ndarray) -> np.ndarray:
     """image: h w 3; keep: L rows columns, each True until the layer that pruned the cell."""
     layers = len(keep)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from prism_match import __version__
+from prism_match.cli.align import align_command
 from prism_match.cli.bench import bench
 from prism_match.cli.convert import convert
 from prism_match.cli.data import data
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 for command in (match, demo, convert, info):
     app.command()(command)
+app.command("align")(align_command)
 app.command("eval")(evaluate)
 app.command()(bench)
 app.command()(train)
