@@ -19,6 +19,7 @@ Backend = Literal["opencv", "usac", "poselib"]  # of two views' geometry
 PnpBackend = Literal["auto", "poselib", "opencv"]  # of a camera's pose
 Sharing = Literal["auto", "shared", "per-image"]  # of cameras among photos
 Mapper = Literal["incremental", "global"]
+Projection = Literal["auto", "plane", "cylindrical", "spherical"]  # of a panorama
 AlignModel = Literal["similarity", "homography", "warp"]  # from one picture to another, the simplest first
 
 

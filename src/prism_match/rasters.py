@@ -1,8 +1,8 @@
 """Pictures with what comes along with their pixels: EXIF, a colour profile, bands of any type, a place on the
 ground.
 
-Georeferenced TIFFs are read and written by rasterio, which is an extra. There (0, 0) is the corner of the first
-pixel, here its centre.
+Georeferenced TIFFs are read and written by rasterio, which is an extra. There (0, 0) is the corner of the
+first pixel, here its centre.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from prism_match.cli.localize import localize_command
 from prism_match.cli.match import match
 from prism_match.cli.serve import page, serve
 from prism_match.cli.sfm import sfm
+from prism_match.cli.stitch import stitch_command
 from prism_match.cli.train import train
 from prism_match.cli.train_subpixel import train_subpixel
 from prism_match.cli.view import view
@@ -35,6 +36,7 @@ app = typer.Typer(
 for command in (match, demo, convert, info):
     app.command()(command)
 app.command("align")(align_command)
+app.command("stitch")(stitch_command)
 app.command("eval")(evaluate)
 app.command()(bench)
 app.command()(train)

@@ -79,8 +79,8 @@ def align_command(
     print_table({
         "model": result["reason"],
         "matches": f"{result['agree']} of {result['matches']} agree",
-        "residual": f"{result['median_residual_px']:.2f} px in the median; matches differ from their neighbours "
-        f"by {result['noise_px']:.2f} px",
+        "residual": f"{result['median_residual_px']:.2f} px in the median",
+        "noise": f"{result['noise_px']:.2f} px: what matches differ by from their neighbours",
         "covered": f"{100 * result['covered']:.0f} % of the first picture",
         "time": f"{seconds:.2f} s",
         "written": ", ".join(result["files"]),

@@ -163,12 +163,12 @@ def _reconstruct(
 
 def find_images(folder: Path, out: Path) -> dict[str, Path]:
     """Every image in a folder and the folders in it, by its path from there; none of what this run or an
-    earlier one has put there."""
+    earlier one has put there. out: the folder or the picture that this run writes; the photos may be in it."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder of images")
     root = folder.resolve()
-    outputs = {out.resolve(), *(p.parent for p in root.rglob(STAGES))} - {root}
-    pictures = {root / name for name in PICTURES}
+    outputs = {out.resolve(), *(p.parent for p in root.rglob(STAGES))} - {root, *root.parents}
+    pictures = {out.resolve(), *(root / name for name in PICTURES)}
     photos = [
         p.relative_to(root).as_posix()
         for p in sorted(root.rglob("*"))
