@@ -41,7 +41,7 @@ IntrinsicsOption = Annotated[
 
 
 def sfm(
-    images: Annotated[Path, typer.Argument(help="Folder of photos.", show_default=False)],
+    images: Annotated[Path, typer.Argument(help="Folder of photos, or a video.", show_default=False)],
     out: Annotated[
         Path, typer.Option("-o", "--out", help="Folder for the results; a run goes on where it was.")
     ],
@@ -84,7 +84,8 @@ def sfm(
     threads: Annotated[int, typer.Option(help="Of COLMAP [all cores].")] = -1,
     json_file: JsonFileOption = None,
 ) -> None:
-    """Reconstruct cameras and points from a folder of photos.
+    """Reconstruct cameras and points from a folder of photos, or from a video (extra: video), of which the key
+    frames are written to OUT/frames.
 
     OUT gets the COLMAP model in sparse/0 (bin, text and points.ply), transforms.json for NeRF and splatting
     tools, report.md with pictures, matches.h5 and database.db.
@@ -93,12 +94,14 @@ def sfm(
     Examples:
       prism sfm photos -o out
       prism sfm frames -o out --pairs sequential --window 8 --loop --cameras shared
+      prism sfm video.mp4 -o out
       prism sfm holiday -o out --pairs retrieval --neighbours 15 --mapper global
       prism sfm photos -o out --matches-only                on a machine with a GPU, then elsewhere
       prism sfm photos -o out2 --matches out/matches.h5
     """
     from prism_match.export.nerf import write_transforms
     from prism_match.files import lock_folder, writable_folder, write_json
+    from prism_match.maps import colmap
     from prism_match.maps.cameras import CameraOptions
     from prism_match.maps.reconstruction import (
         PairOptions,
@@ -108,6 +111,7 @@ def sfm(
         reconstruct,
     )
     from prism_match.maps.tracks import TrackOptions
+    from prism_match.maps.video import write_key_frames
 
     options = SfmOptions(
         pairs=PairOptions(pairs, window, loop, neighbours),
@@ -127,6 +131,11 @@ def sfm(
     def load_matcher() -> Any:
         return make_matcher(weights, model_config, device, precision, size, threshold, rotate, polish)
 
+    if images.is_file():
+        if not matches_only:
+            colmap.require()
+        with lock_folder(writable_folder(out)):
+            images = write_key_frames(images, out, progress=True)
     if matches_only:
         files = find_images(images, out)
         with lock_folder(writable_folder(out)):

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from prism_match.config import ModelConfig, Precision, Rotate
 from prism_match.engine.methods import Prism
 from prism_match.engine.photos import Resize
 from prism_match.engine.run import Engine, Limits, PairLike
+from prism_match.engine.table import MatchTable
+from prism_match.errors import UserError
+from prism_match.images import ImageLike
 from prism_match.matcher import DEFAULT_SIZE, PairMatcher
 from prism_match.matches import Matches
+
+if TYPE_CHECKING:
+    from prism_match.maps.sequence import Tracks
 
 
 class Matcher(PairMatcher):
@@ -34,6 +42,45 @@ class Matcher(PairMatcher):
         `batch_size` at a time."""
         limits = Limits(batch_size, cache_mib * 2**20)
         return Engine(Prism(self, details), Resize.largest(self.size), limits).stream(pairs)
+
+    def match_groups(
+        self, query: ImageLike, others: Iterable[ImageLike], batch_size: int = 8, *, cache_mib: int = 4096
+    ) -> MatchTable:
+        """The matches of one image with each of the others, in one table. The features of the query are
+        computed once; the others are taken as `match_many` takes them."""
+        if isinstance(others, (str, os.PathLike)):
+            raise UserError("the others must be several images, not one")
+        pairs: Iterable[PairLike] = ((query, other) for other in others)
+        if isinstance(others, Sequence):
+            pairs = list(pairs)  # which is read ahead
+        return MatchTable.of(self.match_many(pairs, batch_size, cache_mib=cache_mib))
+
+    def track(
+        self,
+        frames: str | os.PathLike[str] | Iterable[ImageLike],
+        *,
+        again: int = 1,
+        gap: int = 15,
+        min_length: int = 2,
+        cache_mib: int = 2048,
+        progress: bool = False,
+    ) -> Tracks:
+        """Points followed through the frames of a video: a file of one (extra: video), or images in order.
+
+        Each frame is matched with the one before it and, where it shows again what an earlier one showed,
+        with that: of the frames at least `gap` before it with the `again` that look most alike. The backbone
+        sees each frame once. Matches of frames that hold together are joined into tracks, and those that are seen
+        in at least `min_length` frames are returned.
+
+        cache_mib: for features of earlier frames; beyond it every second one is forgotten, and so on."""
+        from prism_match.maps.sequence import SequenceOptions, follow
+        from prism_match.maps.video import read_frames
+
+        options = SequenceOptions(again, gap, min_length, cache_mib * 2**20)
+        if isinstance(frames, (str, os.PathLike)):
+            frames = (frame.pixels for frame in read_frames(Path(frames)))
+        # Frames are not turned: that would be another pass of the backbone.
+        return follow(self.adjusted(rotate="never"), frames, options, progress=progress)
 
 
 @dataclass(frozen=True)

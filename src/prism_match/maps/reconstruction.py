@@ -163,7 +163,7 @@ def _reconstruct(
 
 def find_images(folder: Path, out: Path) -> dict[str, Path]:
     """Every image in a folder and the folders in it, by its path from there; none of what this run or an
-    earlier one has put there. out: the folder or the picture that this run writes; the photos may be in it."""
+    earlier one has put there. out: the folder or picture that this run writes; the photos may be in it."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder of images")
     root = folder.resolve()
