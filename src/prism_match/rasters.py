@@ -23,6 +23,7 @@ import PIL.Image
 
 from prism_match.errors import UserError
 from prism_match.files import reading
+from prism_match.geometry import warp_points
 from prism_match.images import ORIENTATION, Image, ImageLike, load_image
 
 log = logging.getLogger(__name__)
@@ -170,17 +171,18 @@ def moved_place(
     from rasterio.transform import Affine, from_gcps
 
     transform = place["transform"] if "transform" in place else from_gcps(place["gcps"])
+    to_ground = np.array(transform).reshape(3, 3)  # from corners of pixels
+    half = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
     if matrix is not None:
-        half = Affine.translation(0.5, 0.5)
-        inner = Affine(*(matrix / matrix[2, 2])[:2].ravel())
-        return {"crs": place["crs"], "transform": transform * half * inner * ~half}
-    x, y = (np.linspace(0, n - 1, TIE_POINTS) for n in size)
-    at = np.stack(np.meshgrid(x, y), axis=-1).reshape(-1, 2)
-    there = to_picture(at)
+        whole = to_ground @ half @ (matrix / matrix[2, 2]) @ np.linalg.inv(half)
+        return {"crs": place["crs"], "transform": Affine(*whole[:2].ravel())}
+    sides = (np.linspace(0, n - 1, TIE_POINTS) for n in size)
+    at = np.stack(np.meshgrid(*sides), axis=-1).reshape(-1, 2)
+    ground = warp_points(to_picture(at), to_ground @ half)
     points = [
-        GroundControlPoint(row=v + 0.5, col=u + 0.5, x=ground[0], y=ground[1])
-        for (u, v), (p, q) in zip(at.tolist(), there.tolist(), strict=True)
-        if np.isfinite([p, q]).all() and (ground := transform * (p + 0.5, q + 0.5))
+        GroundControlPoint(row=v + 0.5, col=u + 0.5, x=x, y=y)
+        for (u, v), (x, y) in zip(at.tolist(), ground.tolist(), strict=True)
+        if np.isfinite([x, y]).all()
     ]
     return {"crs": place["crs"], "gcps": points}
 

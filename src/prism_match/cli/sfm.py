@@ -84,7 +84,7 @@ def sfm(
     threads: Annotated[int, typer.Option(help="Of COLMAP [all cores].")] = -1,
     json_file: JsonFileOption = None,
 ) -> None:
-    """Reconstruct cameras and points from a folder of photos, or from a video (extra: video), of which the key
+    """Reconstruct cameras and points from a folder of photos, or from a video (extra: video), whose key
     frames are written to OUT/frames.
 
     OUT gets the COLMAP model in sparse/0 (bin, text and points.ply), transforms.json for NeRF and splatting

@@ -69,8 +69,8 @@ class Matcher(PairMatcher):
 
         Each frame is matched with the one before it and, where it shows again what an earlier one showed,
         with that: of the frames at least `gap` before it with the `again` that look most alike. The backbone
-        sees each frame once. Matches of frames that hold together are joined into tracks, and those that are seen
-        in at least `min_length` frames are returned.
+        sees each frame once. The matches are joined into tracks; those that are seen in at least `min_length`
+        frames are returned.
 
         cache_mib: for features of earlier frames; beyond it every second one is forgotten, and so on."""
         from prism_match.maps.sequence import SequenceOptions, follow

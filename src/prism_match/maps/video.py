@@ -2,8 +2,8 @@
 
 Key frames are chosen by how far things have moved since the last one: enough parallax to tell their depth, or
 so much motion that the next frames would no longer share enough with it. Of the frames that are about there,
-the sharpest one is taken. Points are followed from frame to frame by Lucas and Kanade's method on small images,
-which takes milliseconds.
+the sharpest one is taken. Points are followed from frame to frame by Lucas and Kanade's method on small
+images, which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -149,8 +149,12 @@ class Flow:
         """Into the next frame. False: most points are lost at once, or too few are left to tell anything."""
         if not self.sound:
             return False
-        there, seen, _ = cv2.calcOpticalFlowPyrLK(self.gray, gray, self.now, None, winSize=WINDOW, maxLevel=4)
-        back, again, _ = cv2.calcOpticalFlowPyrLK(gray, self.gray, there, None, winSize=WINDOW, maxLevel=4)
+        there, seen, _ = cv2.calcOpticalFlowPyrLK(
+            self.gray, gray, self.now, self.now.copy(), winSize=WINDOW, maxLevel=4
+        )
+        back, again, _ = cv2.calcOpticalFlowPyrLK(
+            gray, self.gray, there, there.copy(), winSize=WINDOW, maxLevel=4
+        )
         good = (seen.ravel() > 0) & (again.ravel() > 0)
         good &= np.linalg.norm(back - self.now, axis=1) < BACK
         good &= np.all((there >= 0) & (there < gray.shape[::-1]), axis=1)
