@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from prism_match import Matcher, UserError
 from prism_match.cli import app
 from prism_match.config import PRESETS
+from prism_match.engine import MatchStore
 from prism_match.images import load_image
 from prism_match.maps import video
 from prism_match.maps.video import (
@@ -122,20 +123,31 @@ def test_turning_is_no_parallax():
     assert parallax_of(points, pixels[0], shape) < 0.01 and parallax_of(points, pixels[1], shape) > 5
 
 
-def test_a_map_from_a_video(filmed, tmp_path, monkeypatch):
-    """From the file to a model, through key frames that stay for the next run."""
-    pytest.importorskip("pycolmap")
+def make_map(filmed, out: Path, monkeypatch, *options: str) -> dict:
+    """What `prism sfm` tells of a map from the video."""
     scene, path, _ = filmed
     command = sys.modules["prism_match.cli.sfm"]  # whose name in the package is that of its function
     monkeypatch.setattr(command, "make_matcher", lambda *_: SyntheticMatcher(scene))
-    words = ["sfm", str(path), "-o", str(tmp_path / "out"), "--threads", "1"]
-    words += ["--intrinsics", "150,150,79.5,59.5", "--json", str(tmp_path / "numbers.json"), "--no-polish"]
+    numbers = out.with_suffix(".json")
+    words = ["sfm", str(path), "-o", str(out), "--json", str(numbers), "--no-polish", *options]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    return json.loads(numbers.read_text())
+
+
+def test_the_key_frames_of_a_video_are_matched_as_photos(filmed, tmp_path, monkeypatch):
+    numbers = make_map(filmed, tmp_path / "out", monkeypatch, "--matches-only", "--pairs", "sequential")
     photos = sorted(p.name for p in (tmp_path / "out" / "frames").iterdir())
-    assert numbers["registered"] == numbers["images"] == len(photos) >= 4
+    assert 4 <= len(photos) <= 11 and numbers["pairs"] == len(photos) * (len(photos) - 1) // 2
+    assert set(MatchStore(tmp_path / "out" / "matches.h5").images) == set(photos)
     assert load_image(tmp_path / "out" / "frames" / photos[0]).size == (WIDTH, HEIGHT)
+
+
+@pytest.mark.slow
+def test_a_map_from_a_video(filmed, tmp_path, monkeypatch):
+    pytest.importorskip("pycolmap")
+    numbers = make_map(filmed, tmp_path / "out", monkeypatch, "--intrinsics", "150,150,79.5,59.5")
+    assert numbers["registered"] == numbers["images"] >= 4
     assert (tmp_path / "out" / "sparse" / "0" / "cameras.bin").is_file()
 
 
