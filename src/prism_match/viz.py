@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import cv2
 import numpy as np
 
@@ -75,6 +77,19 @@ def draw_difference(warped: np.ndarray, image1: np.ndarray, covered: np.ndarray)
     more = np.where(covered, first - second, 0).clip(-127, 127)
     colour = np.stack([128 + more, 128 - np.abs(more) / 2, 128 - more], axis=-1)
     return np.where(covered[..., None], colour, 255).round().astype(np.uint8)
+
+
+def draw_trails(
+    image: np.ndarray, trails: Sequence[np.ndarray], values: np.ndarray, *, title: str = ""
+) -> np.ndarray:
+    """An image (h w 3, uint8) with the way that points came to it: each a row of points (k 2), of which the
+    last is where it is now, from red (value 0) to green (value 1)."""
+    canvas = image.copy()
+    for trail, colour in zip(trails, red_to_green(values), strict=True):
+        for a, b in zip(trail[:-1], trail[1:], strict=True):
+            cv2.line(canvas, fixed(a), fixed(b), colour, 1, cv2.LINE_AA, SHIFT)
+        cv2.circle(canvas, fixed(trail[-1]), 2 << SHIFT, colour, -1, cv2.LINE_AA, SHIFT)
+    return put_title(canvas, title)
 
 
 def tint_pruned(image: np.ndarray, keep: np.ndarray) -> np.ndarray:

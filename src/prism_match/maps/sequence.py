@@ -15,12 +15,13 @@ from prism_match.engine.features import held_bytes
 from prism_match.engine.store import Names
 from prism_match.errors import UserError
 from prism_match.files import atomic_path
-from prism_match.geometry import is_evident
-from prism_match.images import ImageLike
+from prism_match.geometry import is_evident, spread_over
+from prism_match.images import ImageLike, load_image, write_png
 from prism_match.maps.retrieval import pool, similarities
 from prism_match.maps.tracks import SharedKeypoints, TrackOptions, components, share_keypoints
 from prism_match.matcher import ImageFeatures, PairMatcher
 from prism_match.matches import Matches
+from prism_match.viz import draw_trails
 
 FEWEST_KNOWN = 3  # frames that the mean of all descriptors is worth something of
 
@@ -75,6 +76,29 @@ class Tracks:
         i, j = a[i][order], b[j][order]
         scores = strength[order].clip(max=1)
         return Matches(self.xy[i], self.xy[j], scores, self.sizes[first], self.sizes[second])
+
+    def plot(
+        self, image: ImageLike, frame: int, path: str | Path | None = None, *, past: int = 10, most: int = 300
+    ) -> np.ndarray:
+        """A frame (its image, and its number) with the trails of `most` tracks through the `past` frames
+        before it, from red (just found) to green (seen in all of them): h w 3, uint8; written to a .png if
+        `path` is given."""
+        width, height = self.sizes[frame] if 0 <= frame < len(self.sizes) else (0, 0)
+        rgb = load_image(image).rgb
+        if rgb.shape[:2] != (height, width):
+            raise UserError(f"frame {frame} is {width}x{height}, the image is {rgb.shape[1]}x{rgb.shape[0]}")
+        here = np.flatnonzero(self.frame == frame)
+        here = here[spread_over(self.xy[here], self.lengths[self.track[here]], most)]
+        start = np.searchsorted(self.track, self.track[here])  # rows of a track are sorted by frame
+        trails = []
+        for first, last in zip(start.tolist(), here.tolist(), strict=True):
+            rows = np.arange(first, last + 1)
+            trails.append(self.xy[rows[self.frame[rows] >= frame - past]])
+        values = np.array([len(trail) - 1 for trail in trails]) / max(1, min(past, frame))
+        picture = draw_trails(rgb, trails, values)
+        if path is not None:
+            write_png(path, picture)
+        return picture
 
     def save(self, path: str | Path) -> None:
         """To a .csv with the columns track, frame, x, y, score, or an .npz with the arrays."""
