@@ -15,7 +15,7 @@ from conftest import ASSETS
 
 from prism_match import Matches, UserError, align, cli, rasters
 from prism_match import alignment as module
-from prism_match.alignment import Map, align_matches, apart_from_neighbours, grid_size, spline_rows
+from prism_match.alignment import Map, Splines, align_matches, apart_from_neighbours, grid_size
 from prism_match.geometry import warp_points
 from prism_match.images import load_image
 
@@ -102,9 +102,14 @@ def test_a_map_of_every_pixel_is_the_map_of_points():
     x, y = np.meshgrid(np.arange(50), np.arange(37))
     points = np.stack([x, y], axis=-1).reshape(-1, 2).astype(float)
     np.testing.assert_allclose(found.everywhere().reshape(-1, 2), found(points), atol=1e-3)
-    weights = spline_rows(points, (50, 37))
-    np.testing.assert_allclose(weights.sum(axis=1), 1)
-    assert weights.shape[1] == rows * columns
+    splines = Splines.at(points, (50, 37))
+    np.testing.assert_allclose(splines.weight.sum(axis=1), 1)
+    weight, wanted = g.uniform(0, 1, len(points)), g.normal(0, 1, (len(points), 2))
+    dense = np.zeros((len(points), rows * columns))
+    np.put_along_axis(dense, splines.index, splines.weight, axis=1)
+    matrix, target = splines.normal_equations(wanted, weight, rows * columns)
+    np.testing.assert_allclose(matrix, dense.T @ (weight[:, None] * dense), atol=1e-9)
+    np.testing.assert_allclose(target, dense.T @ (weight[:, None] * wanted), atol=1e-9)
 
 
 def test_what_lies_behind_the_horizon_is_nowhere():

@@ -37,8 +37,8 @@ FARTHEST = 3.0  # pixels as matched: a match that is further off does not agree 
 BLOCKS = 12  # along the longer side of what the matches cover; neighbours in one are held out together
 FOLDS = 5
 MORE = 0.1  # of the smallest error: what is no more than that above it is no reason for a freer map
-GRID = 12  # cells of a local warp's grid along the longer side
-STIFFNESS = (3.0, 0.3, 0.03)  # of a local warp: the matches choose
+GRID = 24  # cells of a local warp's grid along the longer side
+STIFFNESS = (3.0, 0.1, 0.003)  # of a local warp: the matches choose
 REWEIGHED = 4  # times, by how well they fit, the matches that a local warp is fitted to
 MOST = 2000  # matches, spread over the picture, that maps are fitted to
 AT_ONCE = 2048
@@ -59,7 +59,7 @@ class Map:
         """n 2 -> n 2."""
         moved = warp_points(points, self.matrix)
         if self.grid is not None:
-            moved += spline_rows(points, self.size) @ self.grid.reshape(-1, 2)
+            moved += Splines.at(points, self.size)(self.grid.reshape(-1, 2))
         return moved
 
     def everywhere(self) -> np.ndarray:
@@ -71,11 +71,9 @@ class Map:
         # What is behind the horizon of a homography is nowhere.
         moved[at @ self.matrix[2, :2] + self.matrix[2, 2] <= 1e-12] = -1e6
         if self.grid is not None:
-            cell = cell_size(self.size)
-            across, down = (
-                spline_weights(np.arange(n), cell, k)
-                for n, k in ((width, self.grid.shape[1]), (height, self.grid.shape[0]))
-            )
+            lines, columns = self.grid.shape[:2]
+            across = spline_matrix(np.arange(width), cell_size(self.size), columns)
+            down = spline_matrix(np.arange(height), cell_size(self.size), lines)
             for k in (0, 1):
                 moved[..., k] += (down @ self.grid[..., k] @ across.T).astype(np.float32)
         return moved
@@ -296,14 +294,14 @@ class Fitter:
         with the others less and less."""
         wanted = points1 - base(points0)
         seen = np.isfinite(wanted).all(axis=1)
-        wanted, rows = wanted[seen], spline_rows(points0[seen], self.size)
+        wanted, splines = wanted[seen], Splines.at(points0[seen], self.size)
         columns, lines = grid_size(self.size)
-        stiff = stiffness * len(wanted) / rows.shape[1] * bending(lines, columns)
-        weight, field = np.ones(len(wanted)), np.zeros((rows.shape[1], 2))
+        stiff = stiffness * len(wanted) / (lines * columns) * bending(lines, columns)
+        weight, field = np.ones(len(wanted)), np.zeros((lines * columns, 2))
         for n in range(REWEIGHED):
-            weighed = rows * weight[:, None]
-            field = np.linalg.solve(weighed.T @ rows + stiff, weighed.T @ wanted)
-            off = np.linalg.norm(wanted - rows @ field, axis=1)
+            matrix, target = splines.normal_equations(wanted, weight, lines * columns)
+            field = np.linalg.solve(matrix + stiff, target)
+            off = np.linalg.norm(wanted - splines(field), axis=1)
             # At first whatever is off by no more than half of them, in the end by no more than the noise is.
             scale = max(self.noise, float(np.median(off)) if n < REWEIGHED - 2 else 0.0, 1e-6)
             weight = 1 / (1 + (off / (3 * scale)) ** 2)
@@ -377,24 +375,54 @@ def grid_size(size: tuple[int, int]) -> tuple[int, int]:
     return columns, rows
 
 
-def spline_weights(at: np.ndarray, cell: float, count: int) -> np.ndarray:
-    """n count: how much each control point counts at these coordinates, by uniform cubic B-splines."""
+def spline_weights(at: np.ndarray, cell: float, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """n 4 and n 4: the control points, of so many, that count at these coordinates, and how much, by uniform
+    cubic B-splines."""
     position = np.clip(at / cell, 0, count - 3 - 1e-9)
     first = np.floor(position).astype(np.int64)
     t = position - first
-    four = (
-        np.stack([(1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3], axis=1) / 6
-    )
-    weights = np.zeros((len(at), count))
-    np.put_along_axis(weights, first[:, None] + np.arange(4), four, axis=1)
-    return weights
+    parts = [(1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3]
+    return first[:, None] + np.arange(4), np.stack(parts, axis=1) / 6
 
 
-def spline_rows(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """n (rows columns): how much each control point of the grid counts at each point (n 2)."""
-    columns, rows = grid_size(size)
-    x, y = (spline_weights(points[:, k], cell_size(size), count) for k, count in enumerate((columns, rows)))
-    return np.einsum("nr,nc->nrc", y, x).reshape(len(points), -1)
+def spline_matrix(at: np.ndarray, cell: float, count: int) -> np.ndarray:
+    """n count: the same, for all control points."""
+    index, weight = spline_weights(at, cell, count)
+    matrix = np.zeros((len(at), count))
+    np.put_along_axis(matrix, index, weight, axis=1)
+    return matrix
+
+
+@dataclass(frozen=True)
+class Splines:
+    """A local warp's grid as points see it."""
+
+    index: np.ndarray  # n 16: the control points around each, row by row
+    weight: np.ndarray  # n 16
+
+    @staticmethod
+    def at(points: np.ndarray, size: tuple[int, int]) -> Splines:
+        columns, lines = grid_size(size)
+        (ix, wx), (iy, wy) = (
+            spline_weights(points[:, k], cell_size(size), count) for k, count in enumerate((columns, lines))
+        )
+        index = iy[:, :, None] * columns + ix[:, None]
+        return Splines(index.reshape(-1, 16), (wy[:, :, None] * wx[:, None]).reshape(-1, 16))
+
+    def __call__(self, field: np.ndarray) -> np.ndarray:
+        """n 2: the displacements (of all control points, k 2) at the points."""
+        return np.einsum("nk,nkc->nc", self.weight, field[self.index])
+
+    def normal_equations(
+        self, wanted: np.ndarray, weight: np.ndarray, count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """count count and count 2: of the weighted (n) least squares that lead to displacements n 2."""
+        weighed = self.weight * weight[:, None]
+        pairs = self.index[:, :, None] * count + self.index[:, None]
+        products = weighed[:, :, None] * self.weight[:, None]
+        matrix = np.bincount(pairs.ravel(), products.ravel(), minlength=count**2).reshape(count, count)
+        sides = [np.bincount(self.index.ravel(), (weighed * w[:, None]).ravel(), count) for w in wanted.T]
+        return matrix, np.stack(sides, axis=1)
 
 
 def bending(rows: int, columns: int) -> np.ndarray:
