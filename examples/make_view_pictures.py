@@ -1,9 +1,9 @@
-"""Makes the pictures of docs/align.md and docs/video.md with the shipped weights, and prints what was measured
-on the way.
+"""Makes the pictures of docs/align.md and docs/video.md with the shipped weights, and prints what was
+measured on the way.
 
 The motorcycle and the portrait come with the package; the photos that a room is painted with come with
-scikit-image (pip install scikit-image): astronaut (NASA) and rocket (SpaceX) are in the public domain, chelsea
-and coffee are CC0. Takes a few minutes.
+scikit-image (pip install scikit-image): astronaut (NASA) and rocket (SpaceX) are in the public domain,
+chelsea and coffee are CC0. Takes a few minutes.
 
     python examples/make_view_pictures.py
 """
@@ -28,7 +28,7 @@ FRAMES, FRAME_SIZE = 12, (320, 240)
 
 
 def main() -> None:
-    show_alignments(Matcher(device="cpu", size=640))
+    show_alignments(Matcher(device="cpu", size=480))
     show_panorama(Matcher(device="cpu", size=400, rotate="never"))
     show_tracks(Matcher(device="cpu", size=320))
 
