@@ -253,11 +253,15 @@ def prism(monkeypatch, capsys):
 
 def test_the_command_aligns_the_bundled_portrait(prism, tmp_path):
     """With the shipped weights, at a size that takes seconds."""
-    pair = ASSETS / "astronaut0.jpg", ASSETS / "astronaut1.jpg"
+    pair = ASSETS / "astronaut0.jpg", tmp_path / "part.jpg"
+    exif = PIL.Image.Exif()
+    exif[0x0110] = "Camera"
+    PIL.Image.open(ASSETS / "astronaut1.jpg").save(pair[1], quality=95, exif=exif)
     out = tmp_path / "out"
     options = ["--size", 256, "--device", "cpu", "--rotate", "never", "--model", "homography"]
     code, text, _ = prism("align", *pair, "-o", out, *options)
     assert code == 0 and "homography: asked for" in text and str(out / "aligned.png") in text
+    assert PIL.Image.open(out / "aligned.png").getexif()[0x0110] == "Camera"
     found = np.array(json.loads((out / "alignment.json").read_text())["matrix"])
     truth = np.loadtxt(ASSETS / "astronaut_homography.txt")
     inner = warp_points(np.array([[60.0, 60], [400, 60], [400, 300], [60, 300]]), np.linalg.inv(truth))

@@ -64,8 +64,8 @@ def test_one_image_with_many_is_each_pair_in_one_table(matcher, monkeypatch, tmp
     assert len(never.match_groups(query, iter(others))) == len(table)
 
 
-def test_bad_groups_are_told(matcher, tmp_path):
-    query = crops(1)[0]
+def test_bad_groups_are_told(matcher, tmp_path, one_thread):
+    query, matcher = crops(1)[0], matcher.adjusted(rotate="never")
     with pytest.raises(UserError, match="no images to match the query with"):
         matcher.match_groups(query, [])
     with pytest.raises(UserError, match="several images, not one"):

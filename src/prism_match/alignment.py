@@ -130,7 +130,7 @@ class Alignment:
 
     def warp(self, image1: ImageLike | None = None) -> np.ndarray:
         """The second picture as seen in the frame of the first (h w 3, uint8), black where it ends."""
-        return self.warp_pixels(self.matches.image(1, image1).rgb)
+        return self.warp_pixels(self._picture(1, image1).image.rgb)
 
     def warp_pixels(self, pixels: np.ndarray) -> np.ndarray:
         """Pixels of the second picture (h w or h w c, of any type that OpenCV interpolates)."""
@@ -163,18 +163,19 @@ class Alignment:
         """The aligned picture, the overlay, the difference and the residuals, in a folder that is made if
         need be; each file whole or not at all. image0, image1: where files have moved."""
         return save_alignment(
-            self,
-            writable_folder(folder),
-            *(
-                open_picture(given if given is not None else kept or name)
-                for given, kept, name in zip(
-                    (image0, image1),
-                    self.matches.images,
-                    (self.matches.name0, self.matches.name1),
-                    strict=True,
-                )
-            ),
+            self, writable_folder(folder), self._picture(0, image0), self._picture(1, image1)
         )
+
+    def _picture(self, which: int, given: ImageLike | None) -> Picture:
+        """With what its file tells, where there is one."""
+        m = self.matches
+        name, size = ((m.name0, m.size0), (m.name1, m.size1))[which]
+        if given is None:
+            given = Path(name) if Path(name).is_file() else m.image(which)
+        picture = open_picture(given)
+        if picture.image.size != size:
+            raise UserError(f"{picture.image.name}: is not of the size that was matched, {size[0]}x{size[1]}")
+        return picture
 
 
 def align(

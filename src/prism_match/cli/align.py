@@ -57,16 +57,13 @@ def align_command(
     from prism_match.files import writable_folder
     from prism_match.rasters import open_picture
 
-    for path in (
-        image0,
-        image1,
-    ):  # before the model is loaded: what is wrong should not take seconds to be told
-        open_picture(path)
+    # Before the model is loaded: what is wrong should not take seconds to be told.
+    first, second = open_picture(image0).image, open_picture(image1).image
     folder = writable_folder(out)
     matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate)
     with busy("aligning"):
         start = time.perf_counter()
-        alignment = align(image0, image1, matcher=matcher, model=model)
+        alignment = align(first, second, matcher=matcher, model=model)
         seconds = time.perf_counter() - start
         files = alignment.save(folder)
     result: dict[str, Any] = alignment.summary() | {

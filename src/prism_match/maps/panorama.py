@@ -19,8 +19,7 @@ from prism_match.files import atomic_path
 from prism_match.geometry import estimate, is_evident, resize_matrix, spread_over, warp_points
 from prism_match.images import image_size, load_image, resize
 from prism_match.maps import pairs as pairing
-from prism_match.maps.reconstruction import EXHAUSTIVE_UP_TO
-from prism_match.maps.retrieval import global_descriptors
+from prism_match.maps.reconstruction import EXHAUSTIVE_UP_TO, retrieve_pairs
 from prism_match.maps.tracks import components
 from prism_match.matcher import PairMatcher
 from prism_match.matches import Matches
@@ -86,8 +85,9 @@ def stitch(
     progress: bool = False,
 ) -> Panorama:
     """A panorama of the largest group of photos that belong together. files: the photos by name."""
-    left_out = {name: "cannot be read" for name, path in files.items() if image_size(path) is None}
-    files = {name: path for name, path in files.items() if name not in left_out}
+    sizes = {name: size for name, path in files.items() if (size := image_size(path)) is not None}
+    left_out = dict.fromkeys(sorted(files.keys() - sizes.keys()), "cannot be read")
+    files = {name: path for name, path in files.items() if name in sizes}
     if len(files) < 2:
         raise UserError(
             f"{len(files) or 'no'} photo{'s' * (not files)} that can be read; at least two are needed"
@@ -96,7 +96,7 @@ def stitch(
     found, broken = match_photos(files, matcher, progress)
     left_out |= broken
     # One scale for all: the cameras are taken to have about the same focal length in pixels.
-    sizes = {name: load_size(found, files, name) for name in files if name not in left_out}
+    sizes = {name: size for name, size in sizes.items() if name not in left_out}
     scale = min([1.0, *(matcher.size / max(size) for size in sizes.values())])
     links = {names: link for names, m in found.items() if (link := connect(m, scale)) is not None}
     names, outside = largest_group(list(sizes), links)
@@ -117,14 +117,15 @@ def match_photos(
 ) -> tuple[dict[Names, Matches], dict[str, str]]:
     """The matches of all pairs that may have some; and photos that cannot be read."""
     names = list(files)
+    found: dict[Names, Matches] = {}
+    broken: dict[str, str] = {}
     if len(files) <= EXHAUSTIVE_UP_TO:
         numbers = pairing.exhaustive(len(files))
     else:
-        numbers = pairing.nearest(global_descriptors(matcher, list(files.values()), progress), NEIGHBOURS)
+        numbers, broken = retrieve_pairs(files, None, NEIGHBOURS, matcher, progress)
     pairs = [(names[a], names[b]) for a, b in numbers]
-    engine = Engine(Prism(matcher), Resize.largest(matcher.size), Limits())
-    found: dict[Names, Matches] = {}
-    broken: dict[str, str] = {}
+    limits = Limits(8 if matcher.device.type == "cuda" else 1)
+    engine = Engine(Prism(matcher), Resize.largest(matcher.size), limits)
     with tqdm(total=len(pairs), desc="matching", unit="pair", disable=None if progress else True) as bar:
         for outcome in engine.match(files, pairs):
             bar.update()
@@ -132,14 +133,6 @@ def match_photos(
             if outcome.matches is not None:
                 found[outcome.pair] = outcome.matches
     return found, broken
-
-
-def load_size(found: dict[Names, Matches], files: dict[str, Path], name: str) -> tuple[int, int]:
-    """Width, height, as the matches have them."""
-    for (first, second), m in found.items():
-        if name in (first, second):
-            return m.size0 if name == first else m.size1
-    return load_image(files[name]).size
 
 
 def connect(matches: Matches, scale: float) -> Link | None:

@@ -241,7 +241,7 @@ def choose_pairs(
 
 
 def retrieve_pairs(
-    files: dict[str, Path], cache: Path, neighbours: int, matcher: PairMatcher, progress: bool
+    files: dict[str, Path], cache: Path | None, neighbours: int, matcher: PairMatcher, progress: bool
 ) -> tuple[np.ndarray, dict[str, str]]:
     described, broken = describe_files(matcher, files.values(), cache, progress)
     told = {name: broken[path] for name, path in files.items() if path in broken}
