@@ -34,6 +34,7 @@ def main() -> None:
     )
     parser.add_argument("--homographies", type=Path)
     parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--size", type=int, default=832)
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
@@ -42,7 +43,7 @@ def main() -> None:
     print("| pairs | number | chosen | median error, px | worst pair, px |\n|---|---|---|---|---|")
     for kind, make in (("similarity", similarity), ("homography", homography), ("bend", bend)):
         outcomes = []
-        for seed in range(args.seeds):
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
             truth = make(np.random.default_rng(seed))
             at = truth(grid(WIDTH, HEIGHT, 1)).reshape(HEIGHT, WIDTH, 2).astype(np.float32)
             first = cv2.remap(photo, at[..., 0], at[..., 1], cv2.INTER_LINEAR)

@@ -24,13 +24,13 @@ from prism_match.maps.panorama import StitchOptions, stitch
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 WIDTH, HEIGHT, FOCAL = 400, 300, 380.0  # of the photos of the room
 TURNS = [(-36, 0), (-18, 3), (0, -3), (18, 2), (36, 0)]  # degrees across and down
-FRAMES, FRAME_SIZE = 12, (320, 240)
+FRAMES, FRAME_SIZE = 8, (256, 192)
 
 
 def main() -> None:
     show_alignments(Matcher(device="cpu", size=480))
     show_panorama(Matcher(device="cpu", size=400, rotate="never"))
-    show_tracks(Matcher(device="cpu", size=320))
+    show_tracks(Matcher(device="cpu", size=256))
 
 
 def write(name: str, picture: np.ndarray) -> None:

@@ -36,7 +36,9 @@ MODELS: tuple[AlignModel, ...] = ("similarity", "homography", "warp")  # the sim
 FARTHEST = 3.0  # pixels as matched: a match that is further off does not agree with a map
 BLOCKS = 12  # along the longer side of what the matches cover; neighbours in one are held out together
 FOLDS = 5
-MORE = 0.1  # of the smallest error: what is no more than that above it is no reason for a freer map
+# What is no more than that above the smallest error is no reason for a freer map: a share of it, and pixels
+# as matched, since neighbouring matches err alike by about as much, which a free map follows.
+MORE, MORE_PIXELS = 0.1, 0.1
 GRID = 20  # cells of a local warp's grid along the longer side
 STIFFNESS = (3.0, 0.1, 0.003)  # of a local warp: the matches choose
 REWEIGHED = 4  # times, by how well they fit, the matches that a local warp is fitted to
@@ -212,7 +214,7 @@ def align_matches(matches: Matches, *, model: AlignModel | None = None, unit: fl
     models = MODELS if model is None else (model,)
     trials, stiffness = try_models(fitter, points0[chosen], points1[chosen], models)
     if model is None:
-        best, reason = choose(trials)
+        best, reason = choose(trials, MORE_PIXELS * unit)
     else:
         best, reason = model, f"{model}: asked for"
     found = fitter.fit(best, points0[chosen], points1[chosen], stiffness)
@@ -352,12 +354,12 @@ def blocks_of(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return block.ravel(), (column + 2 * row) % FOLDS
 
 
-def choose(trials: list[Trial]) -> tuple[AlignModel, str]:
-    """The simplest model that is as good as the best one, and why."""
+def choose(trials: list[Trial], least: float) -> tuple[AlignModel, str]:
+    """The simplest model that is as good as the best one, and why. least: pixels that count."""
     best = min(trials, key=lambda t: t.error)
     told = ", ".join(f"{t.model} {t.error:.2f} px" for t in trials)
     for trial in trials:
-        if trial.error - best.error <= max(2 * trial.uncertainty, MORE * best.error):
+        if trial.error - best.error <= max(2 * trial.uncertainty, MORE * best.error, least):
             break
     freer = trials[trials.index(trial) + 1 :]
     why = "nothing simpler comes near" if trial is not trials[0] else "the simplest is enough"
