@@ -44,7 +44,7 @@ def count_extractions(matcher: Matcher, monkeypatch: pytest.MonkeyPatch) -> list
     return seen
 
 
-def test_one_image_with_many_is_each_pair_in_one_table(matcher, monkeypatch, tmp_path, one_thread):
+def test_one_image_with_many_is_each_pair_in_one_table(matcher, monkeypatch, tmp_path):
     query, *others = crops(4)
     never = matcher.adjusted(rotate="never")
     seen = count_extractions(matcher, monkeypatch)
@@ -64,7 +64,7 @@ def test_one_image_with_many_is_each_pair_in_one_table(matcher, monkeypatch, tmp
     assert len(never.match_groups(query, iter(others))) == len(table)
 
 
-def test_bad_groups_are_told(matcher, tmp_path, one_thread):
+def test_bad_groups_are_told(matcher, tmp_path):
     query, matcher = crops(1)[0], matcher.adjusted(rotate="never")
     with pytest.raises(UserError, match="no images to match the query with"):
         matcher.match_groups(query, [])
@@ -223,6 +223,11 @@ def test_tracks_are_saved_and_bad_input_is_told(walk, matcher, tmp_path):
         np.testing.assert_array_equal(arrays["xy"], tracks.xy)
     rows = list(csv.DictReader((tmp_path / "tracks.csv").open()))
     assert len(rows) == len(tracks.track) and int(rows[-1]["track"]) == len(tracks) - 1
+    picture = tracks.plot(walk[2][5], 5, tmp_path / "tracks.png")
+    assert (load_image(tmp_path / "tracks.png").rgb == picture).all()
+    assert 0.05 < (picture != load_image(walk[2][5]).rgb).any(axis=2).mean() < 1
+    with pytest.raises(UserError, match="frame 11 is 0x0, the image is 160x120"):
+        tracks.plot(walk[2][5], 11)
     with pytest.raises(UserError, match=r"saved as \.csv or \.npz"):
         tracks.save(tmp_path / "tracks.txt")
     with pytest.raises(UserError, match="none has the number 11"):
@@ -234,9 +239,9 @@ def test_tracks_are_saved_and_bad_input_is_told(walk, matcher, tmp_path):
             matcher.track(crops(2), **options)
 
 
-def test_the_backbone_sees_each_frame_of_a_matcher_once(matcher, monkeypatch, one_thread):
+def test_the_backbone_sees_each_frame_of_a_matcher_once(matcher, monkeypatch):
     seen = count_extractions(matcher, monkeypatch)
-    tracks = matcher.track(crops(5), gap=2)  # though the matcher would turn frames that hardly match
+    tracks = matcher.track(crops(5), gap=1)  # though the matcher would turn frames that hardly match
     assert isinstance(tracks, Tracks) and sum(seen) == 5 and len(tracks.sizes) == 5
     alone = matcher.track(crops(1))
     assert len(alone) == 0 and alone.lengths.tolist() == [] and alone.links == []

@@ -107,10 +107,11 @@ class Tracks:
             raise UserError(f"{path}: tracks are saved as .csv or .npz")
         with atomic_path(path) as temporary:
             if path.suffix.lower() == ".npz":
-                np.savez_compressed(
-                    temporary, track=self.track, frame=self.frame, xy=self.xy, scores=self.scores,
-                    sizes=np.array(self.sizes).reshape(-1, 2), links=np.array(self.links).reshape(-1, 2),
-                )  # fmt: skip
+                with temporary.open("wb") as binary:  # NumPy would add to a name that ends in .NPZ
+                    np.savez_compressed(
+                        binary, track=self.track, frame=self.frame, xy=self.xy, scores=self.scores,
+                        sizes=np.array(self.sizes).reshape(-1, 2), links=np.array(self.links).reshape(-1, 2),
+                    )  # fmt: skip
                 return
             with temporary.open("w", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file)
@@ -136,7 +137,7 @@ def follow(
         sizes.append(now.prepared.size)
         look = pool(now) if options.again else np.zeros(0)
         partners = [] if last is None else [(n - 1, last)]
-        partners += past.most_alike(look, n - options.gap, options.again)
+        partners += past.most_alike(look, min(n - options.gap, n - 2), options.again)
         for m, then in partners:
             matches = matcher.match_extracted([(then, now)])[0]
             agreeing = agreement(matches)
