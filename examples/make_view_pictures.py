@@ -118,11 +118,9 @@ def show_tracks(matcher: Matcher) -> None:
     for k in range(FRAMES):
         t = np.sin(np.pi * k / (FRAMES - 1))
         c, s = (1 + 0.15 * t) * np.cos(0.25 * t), (1 + 0.15 * t) * np.sin(0.25 * t)
-        to_photo.append(np.array([[c, -s, 40 + 110 * t], [s, c, 30 + 60 * t], [0, 0, 1]]))
+        to_photo.append(np.array([[c, -s, 60 + 120 * t], [s, c, 60 + 40 * t], [0, 0, 1]]))
         flags = cv2.INTER_AREA | cv2.WARP_INVERSE_MAP
-        frames.append(
-            cv2.warpPerspective(photo, to_photo[-1], FRAME_SIZE, flags=flags, borderMode=cv2.BORDER_REFLECT)
-        )
+        frames.append(cv2.warpPerspective(photo, to_photo[-1], FRAME_SIZE, flags=flags))
     tracks = matcher.track(frames, gap=FRAMES // 2)
     there = np.concatenate(
         [warp_points(tracks.xy[n : n + 1], to_photo[f]) for n, f in enumerate(tracks.frame.tolist())]
