@@ -78,7 +78,7 @@ def sfm(
     polish: PolishOption = True,
     model_config: ConfigOption = None,
     matches: Annotated[
-        Optional[Path], typer.Option(help="A matches.h5, or a store of match-pairs, to use as it is; nothing is matched.")
+        Optional[Path], typer.Option(help="A matches.h5, or what match-pairs wrote, to use as it is.")
     ] = None,
     matches_only: Annotated[
         bool, typer.Option("--matches-only", help="Stop after OUT/matches.h5: needs no COLMAP.")

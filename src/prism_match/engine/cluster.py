@@ -1,8 +1,8 @@
 """Shards on a Ray cluster, and the engine that has its pairs matched there.
 
-Ray places the workers, one on each GPU or on as many cores as it has threads, starts them again where they die
-and finds room for them on nodes that join later. What is left to do here is to hand out shards, and to hand
-out again those whose worker died.
+Ray places the workers, one on each GPU or on as many cores as it has threads, starts them again where they
+die and finds room for them on nodes that join later. What is left to do here is to hand out shards, and to
+hand out again those whose worker died.
 """
 
 from __future__ import annotations
@@ -156,11 +156,12 @@ class RayWorker:
         return self.worker.run(shard, careful)
 
 
-@dataclass
+@dataclass(eq=False)
 class Attempt:
     rows: np.ndarray
     failures: list[str] = field(default_factory=list)  # of earlier attempts
     died: bool = False  # a worker, of it
+    by: set[Any] = field(default_factory=set)  # workers that it failed with: others go first
 
 
 def run_on_cluster(
@@ -168,49 +169,59 @@ def run_on_cluster(
 ) -> Iterator[Done]:
     """All shards, as they are done. What fails three times is told, with the reason; what cannot be written
     three times ends the run."""
-    with connected(cluster.address) as ray:
-        crew = Crew(ray, cluster, job)
-        again: deque[Attempt] = deque()
-        at_work: dict[Any, tuple[Any, Attempt]] = {}
-        while shards.left or again or at_work:
-            for worker in crew.idle():
-                if not (again or shards.left):
-                    break
-                attempt = again.popleft() if again else Attempt(shards.take(crew.size))
-                crew.hire(worker)
-                task = worker.run.remote(describe(attempt.rows), attempt.died)
-                at_work[task] = worker, attempt
-            finished, _ = ray.wait([*at_work, *crew.opening], timeout=1.0)
-            for task in finished:
-                if task in crew.opening:
-                    crew.opened(task)
-                    continue
-                worker, attempt = at_work.pop(task)
-                crew.release(worker)
-                try:
-                    result = ray.get(task)
-                except ray.exceptions.RayError as error:
-                    cause = getattr(error, "cause", None)
-                    died = not isinstance(error, ray.exceptions.RayTaskError)
-                    if died:
-                        crew.restarted(worker)
-                    attempt.failures.append("its worker died" if died else one_line(cause or error))
-                    attempt.died |= died
-                    if len(attempt.failures) < ATTEMPTS:
-                        again.append(attempt)
-                    elif isinstance(cause, CannotWrite):
-                        raise UserError(str(cause)) from error
-                    else:
-                        reasons = "; ".join(dict.fromkeys(attempt.failures))
-                        yield Done(attempt.rows, None, f"failed {ATTEMPTS} times: {reasons}")
-                    continue
-                shards.measured(len(attempt.rows), result.seconds)
-                yield Done(attempt.rows, result)
+    with connected(cluster.address) as ray, Crew(ray, cluster, job) as crew:
+        yield from hand_out(crew, shards, describe)
+
+
+def hand_out(crew: Crew, shards: Shards, describe: Callable[[np.ndarray], Shard]) -> Iterator[Done]:
+    ray = crew.ray
+    again: deque[Attempt] = deque()
+    at_work: dict[Any, tuple[Any, Attempt]] = {}
+    while shards.left or again or at_work:
+        for worker in crew.idle():
+            attempt = next((a for a in again if worker not in a.by or not crew.present - a.by), None)
+            if attempt is not None:
+                again.remove(attempt)
+            elif shards.left:
+                attempt = Attempt(shards.take(crew.size))
+            else:
+                continue
+            crew.hire(worker)
+            task = worker.run.remote(describe(attempt.rows), attempt.died)
+            at_work[task] = worker, attempt
+        for task in crew.wait(at_work):
+            if task in crew.opening:
+                crew.opened(task)
+                continue
+            worker, attempt = at_work.pop(task)
+            crew.release(worker)
+            try:
+                result = ray.get(task)
+            except ray.exceptions.RayError as error:
+                cause = getattr(error, "cause", None)
+                died = not isinstance(error, ray.exceptions.RayTaskError)
+                if died:
+                    crew.restarted(worker)
+                attempt.failures.append("its worker died" if died else one_line(cause or error))
+                attempt.died |= died
+                attempt.by.add(worker)
+                if len(attempt.failures) < ATTEMPTS:
+                    again.append(attempt)
+                elif isinstance(cause, CannotWrite):
+                    raise UserError(str(cause)) from error
+                else:
+                    reasons = "; ".join(dict.fromkeys(attempt.failures))
+                    yield Done(attempt.rows, None, f"failed {ATTEMPTS} times: {reasons}")
+                continue
+            shards.measured(len(attempt.rows), result.seconds)
+            yield Done(attempt.rows, result)
 
 
 def one_line(error: Any) -> str:
+    if isinstance(error, UserError):
+        return str(error)
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1]}" if lines and not isinstance(error, UserError) else str(error)
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
 class Crew:
@@ -220,9 +231,19 @@ class Crew:
         self.ray, self.cluster, self.job, self.began = ray, cluster, job, time.monotonic()
         self.size = 0  # of those that were ever asked for
         self.opening: dict[Any, Any] = {}  # workers whose model is being loaded, by what tells that it is
+        self._all: list[Any] = []
         self._idle: list[Any] = []
-        self._problems: list[str] = []
+        self._problems: list[str] = []  # of workers that cannot be opened where they are
+        self._deaths, self._begun = 0, False  # while they were opened; whether one ever was
         self._told = False
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The cluster may stay when this run is over."""
+        for worker in self._all:
+            self.ray.kill(worker)
 
     def idle(self) -> list[Any]:
         """Those that wait for work, after new ones were asked for where there is room."""
@@ -236,12 +257,26 @@ class Crew:
         actor = self.ray.remote(RayWorker).options(max_restarts=-1, max_task_retries=0, **needs)
         while self.size < room:
             self.size += 1
-            self._open(actor.remote(self.job))
+            self._all.append(actor.remote(self.job))
+            self._open(self._all[-1])
         if not self._told and time.monotonic() - self.began > PATIENCE and not self._idle and self.opening:
             self._told = True
             if len(self.opening) == self.size:
                 print("prism: waiting for room in the cluster", file=sys.stderr)
         return list(self._idle)
+
+    def wait(self, tasks: Mapping[Any, Any]) -> list[Any]:
+        """Those tasks, or workers that are being opened, that have come to an end within a second."""
+        waiting = [*tasks, *self.opening]
+        if waiting:
+            return self.ray.wait(waiting, timeout=1.0)[0]
+        time.sleep(1.0)
+        return []
+
+    @property
+    def present(self) -> set[Any]:
+        """Workers that are at work, or wait for some."""
+        return set(self._all) - set(self.opening.values())
 
     def hire(self, worker: Any) -> None:
         self._idle.remove(worker)
@@ -263,10 +298,14 @@ class Crew:
             self._problems.append(one_line(getattr(error, "cause", None) or error))
             if len(self._problems) >= self.size:
                 raise UserError(f"no worker can begin: {self._problems[-1]}") from error
-        except self.ray.exceptions.RayError:
+        except self.ray.exceptions.RayError as error:
+            self._deaths += 1
+            if self._deaths >= ATTEMPTS * self.size and not self._begun:
+                raise UserError(f"no worker can begin: {one_line(error)}") from error
             self._open(worker)
         else:
+            self._begun = True
             self._idle.append(worker)
 
     def _open(self, worker: Any) -> None:
-        self.opening[worker.open.options(max_task_retries=-1).remote()] = worker
+        self.opening[worker.open.remote()] = worker

@@ -1,5 +1,5 @@
-"""A folder of photos or of matches: on this machine, or anywhere that fsspec reaches (s3://, gs://, ...), whose
-credentials come from the environment."""
+"""A folder of photos or of matches: on this machine, or anywhere that fsspec reaches (s3://, gs://, ...) with
+credentials from the environment."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Summary:
 def match_pairs(
     listed: PairList, job: Job, cluster: Cluster | None, shard_seconds: float, progress: bool = False
 ) -> Summary:
-    """job: has its images and its store."""
+    """job: has its images and its store, and settings as JSON has them."""
     assert job.images is not None and job.store is not None
     began = time.monotonic()
     images, store = open_folder(job.images), open_folder(job.store)
@@ -207,18 +207,17 @@ def rewrite(
 
 
 def claim_settings(store: Folder, settings: dict[str, Any]) -> None:
-    """A new store gets the settings; one that has others is left alone."""
-    if SETTINGS not in store.names(".json"):
+    """A new store gets the settings; one that has matches of others is left alone."""
+    if SETTINGS in store.names(".json") and store.inside(SHARDS).names(".h5"):
+        found = read_settings(store.address)
+        other = sorted(k for k in {*found, *settings} if found.get(k) != settings.get(k))
+        if other:
+            raise UserError(
+                f"{store.address}: its matches were made with other settings ({', '.join(other)}); "
+                "choose another store"
+            )
+    else:
         store.write(SETTINGS, json.dumps({"format": FORMAT, "settings": settings}, indent=2).encode())
-        return
-    found = read_settings(store.address)
-    plain = json.loads(json.dumps(settings))
-    other = sorted(k for k in {*found, *plain} if found.get(k) != plain.get(k))
-    if other:
-        raise UserError(
-            f"{store.address}: its matches were made with other settings ({', '.join(other)}); "
-            "choose another store"
-        )
 
 
 # ---- one run at a time

@@ -1,18 +1,20 @@
 """Pairs in shards: what one worker does at a time, on this machine or another.
 
 A shard's pairs share photos, so that each photo is read, and seen by the backbone, about once in it. How many
-pairs it has follows from what pairs have cost so far. Its matches become one file, which is in the store whole
-or not at all.
+pairs it has follows from what pairs have cost so far. Its matches become one file, which is in the store
+whole or not at all.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +29,7 @@ from prism_match.engine.matcher import MatcherSettings
 from prism_match.engine.methods import Method, Prism, as_method
 from prism_match.engine.photos import Resize, identify
 from prism_match.engine.run import Engine, Limits
-from prism_match.engine.store import SHARDS, ImageEntry, Names, file_image
+from prism_match.engine.store import SHARDS, ImageEntry, Names, file_image, read_settings
 from prism_match.errors import UserError
 from prism_match.files import short_hash
 from prism_match.matches import Matches
@@ -35,7 +37,8 @@ from prism_match.matches import Matches
 SECONDS_A_SHARD = 60.0  # of work that a kill can cost, of each worker
 FIRST = 16  # pairs of a shard while nothing is known of their cost
 MOST = 4096  # pairs of a shard, whose matches are in memory until they are written
-BLOCK = 64  # photos: pairs between one block and another come after each other
+BLOCK = 32  # photos: pairs between one block and another come after each other
+AT_HAND = "at-hand.json"  # photos of the shard that is being done
 REMEMBERED = 8  # shards that tell what a pair costs
 
 
@@ -116,13 +119,17 @@ class Worker:
         self.job, self.engine = job, Engine(method, job.resizing, limits)
         if short_hash(self.engine.settings) != short_hash(job.settings):
             raise UserError("the weights, or this package, are not the same here as where the run was begun")
+        if job.store is not None:
+            read_settings(job.store)  # or it is not the same folder here
 
     def run(self, shard: Shard, careful: bool = False) -> ShardResult:
         """careful: a worker has died of this shard: photos are decoded by another process first."""
         began, clock = time.perf_counter(), self.engine.clock.seconds
         with open_folder(self.job.images or "/").fetched(shard.names) as (files, broken):
+            if files and not any(path.exists() for path in files.values()):
+                raise UserError(f"{next(iter(files.values()))}: neither it nor any other photo is here")
             if careful:
-                broken |= {name: reason for name, reason in find_killers(files).items()}
+                broken |= find_killers(files)
             readable = {name: path for name, path in files.items() if name not in broken}
             photos, unreadable = identify(readable)
             broken |= unreadable
@@ -191,41 +198,50 @@ class Shards:
 
 
 def walk(pairs: np.ndarray) -> np.ndarray:
-    """n 2: the same pairs with photos numbered as one meets them going from each to those it is paired with,
-    so that photos of near numbers share pairs, whatever the order of the list."""
-    if not len(pairs):
-        return pairs
+    """n 2: the same pairs with photos numbered so that those of near numbers are paired with each other,
+    whatever the order of the list: as one meets them around a photo, a block of them at a time, and then
+    around one at the border of that block."""
     ends = np.concatenate([pairs, pairs[:, ::-1]])
     ends = ends[np.argsort(ends[:, 0], kind="stable")]
-    count = int(ends.max()) + 1
+    count = int(ends.max(initial=-1)) + 1
     start = np.searchsorted(ends[:, 0], np.arange(count + 1))
     number = np.full(count, -1, np.int64)
     met = 0
+    border: deque[int] = deque()
     for first in range(count):
-        if number[first] >= 0 or start[first] == start[first + 1]:
+        if start[first] == start[first + 1]:  # in no pair
             continue
-        number[first] = met
-        met += 1
-        queue = deque([first])
-        while queue:
-            at = queue.popleft()
-            new = ends[start[at] : start[at + 1], 1]
-            new = np.unique(new[number[new] < 0])
-            number[new] = np.arange(met, met + len(new))
-            met += len(new)
-            queue.extend(new.tolist())
+        border.append(first)
+        while border:
+            ahead, end = deque([border.popleft()]), met + BLOCK
+            while ahead and met < end:
+                photo = ahead.popleft()
+                if number[photo] < 0:
+                    number[photo] = met
+                    met += 1
+                    others = ends[start[photo] : start[photo + 1], 1]
+                    ahead.extend(others[number[others] < 0].tolist())
+            border = ahead or border
     return np.sort(number[pairs], axis=1)
 
 
 def run_here(job: Job, shards: Shards, describe: Callable[[np.ndarray], Shard]) -> Iterator[Done]:
-    """All shards, in this process."""
+    """All shards, in this process. If that dies of a photo, the next run finds out which it was: the photos
+    at hand are noted in the store."""
+    assert job.store is not None
+    store = open_folder(job.store)
+    suspects: set[str] = set()
+    with suppress(UserError, ValueError, TypeError):
+        suspects.update(json.loads(store.read(AT_HAND)))
     worker = Worker(job)
     while shards.left:
         rows = shards.take(1)
         shard = describe(rows)
-        result = worker.run(shard)
+        store.write(AT_HAND, json.dumps(shard.names).encode())
+        result = worker.run(shard, careful=not suspects.isdisjoint(shard.names))
         shards.measured(len(rows), result.seconds)
         yield Done(rows, result)
+    store.remove(AT_HAND)
 
 
 # ---- photos that kill whoever decodes them
