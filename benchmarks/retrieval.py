@@ -83,7 +83,8 @@ def index_table(count: int, k: int = 20, asked: int = 1000, timed: int = 10_000)
         began = time.perf_counter()
         found = search(descriptors[:timed], k + 1)
         searched = (time.perf_counter() - began) / min(timed, count)
-        hits = [len({*a} & {*b} - {n}) / k for n, (a, b) in enumerate(zip(found.tolist(), truth.tolist()))]
+        both = zip(found[:asked].tolist(), truth.tolist(), strict=True)
+        hits = [len({*a} & {*b} - {n}) / k for n, (a, b) in enumerate(both)]
         rows.append([
             name, f"{100 * np.mean(hits):.1f} %", f"{built:.0f} s", f"{1e3 * searched:.2f} ms",
             f"{(built + searched * count) / 60:.0f} min", f"{1e3 * exact:.1f} ms",

@@ -263,6 +263,13 @@ def test_a_full_disk(tmp_path, nodes):
         subprocess.run(["umount", str(disk)], check=False)
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "ray://127.0.0.1:1"])
+def test_a_cluster_that_is_not_there(tmp_path, address):
+    photos = write_photos(tmp_path / "photos", 2)
+    with pytest.raises(UserError, match=f"{address}: no cluster can be reached"):
+        match_pairs(make_list(2), make_job(photos, tmp_path / "store"), Where(address), 60.0)
+
+
 @pytest.mark.slow
 def test_workers_that_cannot_begin(tmp_path, nodes):
     nodes.add_node(**SMALL)

@@ -8,6 +8,7 @@ hand out again those whose worker died.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections import deque
@@ -125,6 +126,7 @@ def connected(address: str | None) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
+    require_answer(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
@@ -134,6 +136,17 @@ def connected(address: str | None) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def require_answer(address: str | None) -> None:
+    """Ray itself tries for minutes, and tells about it."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.rpartition("/")[2], int(port)), timeout=PATIENCE / 3).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"{address}: no cluster can be reached ({error})") from error
 
 
 class RayWorker:

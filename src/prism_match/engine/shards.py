@@ -64,7 +64,7 @@ class Job:
         if isinstance(method, Prism):
             name, matcher = "prism", MatcherSettings.of(method.matcher, device).to_json()
         else:
-            name = str(method.settings["method"])
+            name = str(method.settings.get("method", method.name))
         return Job(
             name, matcher, engine.resizing, engine.settings, batch=engine.limits.batch_size,
             memory=engine.limits.memory, threads=threads, python_path=str(Path.cwd()),
