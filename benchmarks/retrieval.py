@@ -41,9 +41,12 @@ def main() -> None:
     parser.add_argument("--rgbd", type=Path)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--made-up", type=int, metavar="PHOTOS")
+    parser.add_argument(
+        "--kinds", nargs="+", default=["places", "none"], help="made up: photos of places, or of none"
+    )
     args = parser.parse_args()
     if args.made_up:
-        print(index_table(args.made_up))
+        print(index_table(args.made_up, args.kinds))
         return
     matcher = Matcher(device=args.device)
     rows = []
@@ -69,10 +72,10 @@ def recall(descriptors: np.ndarray, truth: np.ndarray, k: int) -> float:
     return float((hits / np.clip(there, 1, k))[there > 0].mean())
 
 
-def index_table(count: int, k: int = 20, asked: int = 1000, timed: int = 10_000) -> Table:
+def index_table(count: int, kinds: list[str], k: int = 20, asked: int = 1000, timed: int = 10_000) -> Table:
     rows = []
-    for name, places in (("places", count // 20), ("no places", 0)):
-        descriptors = made_up(count, places)
+    for name in kinds:
+        descriptors = made_up(count, count // 20 if name == "places" else 0)
         began = time.perf_counter()
         truth = exact_search(descriptors)(descriptors[:asked], k + 1)
         exact = (time.perf_counter() - began) / asked

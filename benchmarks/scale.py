@@ -28,6 +28,7 @@ import cv2
 import numpy as np
 import torch
 
+from prism_match.config import load_model_config
 from prism_match.engine import Engine, Limits, MatcherSettings, MatchStore, Prism, Resize
 from prism_match.engine.cluster import Cluster, Crew, connected, hand_out, make_shard
 from prism_match.engine.folders import open_folder
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("what", choices=["throughput", "driver", "store"])
     parser.add_argument("--photos", type=int, default=24, help="throughput: each is matched with each")
     parser.add_argument("--size", type=int, default=160, help="throughput: longer side in pixels")
+    parser.add_argument("--model-config", help="throughput: a smaller model [the shipped one]")
     parser.add_argument("--repeat", type=int, default=5, help="throughput")
     parser.add_argument("--shard", type=float, default=10.0, help="throughput: seconds of a shard")
     parser.add_argument("--workers", type=int, default=2, help="throughput: of one core each")
@@ -63,7 +65,8 @@ def main() -> None:
 def throughput(args: argparse.Namespace, folder: Path) -> None:
     files = write_photos(folder / "photos", args.photos, 2 * args.size)
     listed = PairList(list(files), np.stack(np.triu_indices(args.photos, 1), axis=1))
-    settings = MatcherSettings(size=args.size, rotate="never")
+    config = None if args.model_config is None else load_model_config(args.model_config).to_dict()
+    settings = MatcherSettings(config=config, size=args.size, rotate="never")
     resizing = Resize.largest(args.size)
     torch.set_num_threads(args.threads or args.workers)
     method = Prism(settings.open())

@@ -22,7 +22,7 @@ from prism_match.matcher import ImageFeatures, PairMatcher, Prepared
 SIZE = 320  # longer side in pixels
 SECONDS_A_SAVE = 30.0  # of describing that a kill can cost
 EXACT_UP_TO = 50_000  # images; beyond that an index is asked
-SIMILARITIES = 2**26  # that are in memory at a time
+SIMILARITIES = 2**25  # that are in memory at a time
 BLOCK = 2**15  # descriptors that an index takes at a time
 SAMPLES_A_CELL, PROBED = 40, 32  # of the index: descriptors to find a cell by; cells that a query looks into
 POWER = 3.0  # of the generalised mean: 1 is the mean, infinity the maximum
@@ -141,7 +141,11 @@ Search = Callable[[np.ndarray, int], np.ndarray]  # queries n d, k -> n k rows o
 
 def exact_search(references: np.ndarray) -> Search:
     mean = references.mean(axis=0)
-    ready = unit(references - mean)
+    ready = np.empty(references.shape, np.float32)
+    for start in range(
+        0, len(references), BLOCK
+    ):  # what all of them at once would take is several times that
+        ready[start : start + BLOCK] = unit(references[start : start + BLOCK] - mean)
 
     def search(queries: np.ndarray, k: int) -> np.ndarray:
         found = []
@@ -169,7 +173,7 @@ def index_search(references: np.ndarray) -> Search:
     index = faiss.IndexIVFScalarQuantizer(
         faiss.IndexFlatIP(width), width, cells, faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT
     )
-    index.cp.niter, index.cp.seed = 10, 0
+    index.cp.niter, index.cp.seed = 6, 0
     sample = np.random.default_rng(0).choice(count, min(count, SAMPLES_A_CELL * cells), replace=False)
     index.train(unit(references[np.sort(sample)] - mean))
     for start in range(0, count, BLOCK):
