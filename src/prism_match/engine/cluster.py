@@ -126,21 +126,23 @@ def connected(address: str | None) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
+    # Where nothing is said, Ray takes what it finds here, which may be the remains of a cluster.
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
     require_answer(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{address or 'Ray'}: no cluster can be reached ({first})") from error
+        raise UserError(f"{address}: no cluster can be reached ({first})") from error
     try:
         yield ray
     finally:
         ray.shutdown()
 
 
-def require_answer(address: str | None) -> None:
+def require_answer(address: str) -> None:
     """Ray itself tries for minutes, and tells about it."""
-    host, _, port = (address or "").rpartition(":")
+    host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
     try:
@@ -275,7 +277,10 @@ class Crew:
         if not self._told and time.monotonic() - self.began > PATIENCE and not self._idle and self.opening:
             self._told = True
             if len(self.opening) == self.size:
-                print("prism: waiting for room in the cluster", file=sys.stderr)
+                print(
+                    "prism: no worker has begun yet: there is no room in the cluster, or it is slow to start",
+                    file=sys.stderr,
+                )
         return list(self._idle)
 
     def wait(self, tasks: Mapping[Any, Any]) -> list[Any]:
