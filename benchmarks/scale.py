@@ -91,7 +91,7 @@ def throughput(args: argparse.Namespace, folder: Path) -> None:
         return began.since(len(names))
 
     claim_settings(open_folder(folder / "ray"), job.settings)
-    os.environ["RAY_worker_niceness"] = "0"  # Ray's 15 would have other programs go first, and not ours
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # Ray's 15 would let other programs go first
     began = time.perf_counter()
     with (
         connected(None) as ray,

@@ -24,7 +24,7 @@ SECONDS_A_SAVE = 30.0  # of describing that a kill can cost
 EXACT_UP_TO = 50_000  # images; beyond that an index is asked
 SIMILARITIES = 2**25  # that are in memory at a time
 BLOCK = 2**15  # descriptors that an index takes at a time
-SAMPLES_A_CELL, PROBED = 40, 64  # of the index: descriptors to find a cell by; cells that a query looks into
+SAMPLES_A_CELL, PROBED = 40, 32  # of the index: descriptors to find a cell by; cells that a query looks into
 POWER = 3.0  # of the generalised mean: 1 is the mean, infinity the maximum
 
 
