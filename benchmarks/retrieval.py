@@ -3,11 +3,20 @@
 python benchmarks/retrieval.py --strecha DATA/strecha --landmarks DATA/landmarks --rgbd DATA/rgbd_kitchen
 
 Scenes of Strecha, and landmarks (COLMAP models with `images` and `sparse`), are mixed into one set each.
+
+python benchmarks/retrieval.py --made-up 1000000
+
+How many of the 20 nearest the index finds among so many descriptors, how long it takes, and how much memory:
+of photos of places, 20 of each on average, and of photos that have no places, of which any is like any other
+along 24 dimensions.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import resource
+import time
 from pathlib import Path
 
 import cv2
@@ -17,7 +26,7 @@ from prism_match import Matcher
 from prism_match.evaluation.posed import camera_matrices
 from prism_match.evaluation.report import Table
 from prism_match.frames import read_depth
-from prism_match.maps.retrieval import global_descriptors, top_pairs
+from prism_match.maps.retrieval import exact_search, global_descriptors, index_search, top_pairs, unit
 from prism_match.training.data.colmap import read_model
 
 Truth = dict[str, np.ndarray]  # what counts as right: n n, bool
@@ -31,7 +40,14 @@ def main() -> None:
     parser.add_argument("--landmarks", type=Path)
     parser.add_argument("--rgbd", type=Path)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--made-up", type=int, metavar="PHOTOS")
+    parser.add_argument(
+        "--kinds", nargs="+", default=["places", "none"], help="made up: photos of places, or of none"
+    )
     args = parser.parse_args()
+    if args.made_up:
+        print(index_table(args.made_up, args.kinds))
+        return
     matcher = Matcher(device=args.device)
     rows = []
     for name, read in (("strecha", read_strecha), ("landmarks", read_landmarks), ("rgbd", read_rgbd)):
@@ -54,6 +70,60 @@ def recall(descriptors: np.ndarray, truth: np.ndarray, k: int) -> float:
     hits = np.bincount(first, truth[first, second], minlength=len(truth))
     there = truth.sum(axis=1)
     return float((hits / np.clip(there, 1, k))[there > 0].mean())
+
+
+def index_table(count: int, kinds: list[str], k: int = 20, asked: int = 1000, timed: int = 10_000) -> Table:
+    rows = []
+    for name in kinds:
+        descriptors = made_up(count, count // 20 if name == "places" else 0)
+        began = time.perf_counter()
+        truth = exact_search(descriptors)(descriptors[:asked], k + 1)
+        exact = (time.perf_counter() - began) / asked
+        gc.collect()
+        began = time.perf_counter()
+        search = index_search(descriptors)
+        built = time.perf_counter() - began
+        began = time.perf_counter()
+        found = search(descriptors[:timed], k + 1)
+        searched = (time.perf_counter() - began) / min(timed, count)
+        both = zip(found[:asked].tolist(), truth.tolist(), strict=True)
+        hits = [len({*a} & {*b} - {n}) / k for n, (a, b) in enumerate(both)]
+        rows.append([
+            name, f"{100 * np.mean(hits):.1f} %", f"{built:.0f} s", f"{1e3 * searched:.2f} ms",
+            f"{(built + searched * count) / 60:.0f} min", f"{1e3 * exact:.1f} ms",
+            f"{exact * count / 60:.0f} min",
+            f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB",
+        ])  # fmt: skip
+    columns = [
+        "",
+        f"recall@{k}",
+        "index",
+        "a query",
+        "all",
+        "exact, a query",
+        "exact, all",
+        "most memory so far",
+    ]
+    return Table(f"{count} made-up descriptors of {WIDTH} numbers", columns, rows)
+
+
+WIDTH, DIMENSIONS = 512, 24  # of a descriptor; along which photos really differ
+
+
+def made_up(count: int, places: int) -> np.ndarray:
+    """n d, of unit length, none negative, as descriptors are; with noise. places: 0: none."""
+    rng = np.random.default_rng(0)
+    directions = rng.standard_normal((DIMENSIONS, WIDTH), dtype=np.float32)
+    centres = rng.standard_normal((max(places, 1), DIMENSIONS), dtype=np.float32)
+    descriptors = np.empty((count, WIDTH), np.float32)
+    for start in range(0, count, 2**15):
+        part = descriptors[start : start + 2**15]
+        at = rng.standard_normal((len(part), DIMENSIONS), dtype=np.float32)
+        if places:
+            at = centres[rng.integers(places, size=len(part))] + 0.4 * at
+        noise = np.abs(rng.standard_normal(part.shape, dtype=np.float32))
+        part[:] = unit(np.maximum(at @ directions, 0) + 0.5 * noise)
+    return descriptors
 
 
 def read_strecha(root: Path) -> tuple[list[Path], Truth]:

@@ -23,7 +23,7 @@ from prism_match.engine.features import Shelf, arrange
 from prism_match.engine.store import ImageEntry
 from prism_match.errors import UserError
 from prism_match.images import load_image, write_png
-from prism_match.maps import pairs
+from prism_match.maps import pairs, retrieval
 from prism_match.maps.retrieval import global_descriptors, top_pairs
 from prism_match.matcher import ImageFeatures, Prepared
 from prism_match.matches import Matches
@@ -90,6 +90,26 @@ def test_top_pairs_against_a_plain_reference():
     assert top_pairs(queries[:0], references, 4).shape == (0, 2)
     with pytest.raises(UserError):
         top_pairs(queries, references, 0)
+
+
+def test_an_index_finds_what_comparing_all_finds(monkeypatch, capsys):
+    pytest.importorskip("faiss")
+    rng = np.random.default_rng(0)
+    places = np.repeat(rng.random((150, 32), dtype=np.float32), 10, axis=0)
+    rows = places + 0.1 * rng.random(places.shape, dtype=np.float32)
+    exact = [top_pairs(rows, None, 9), top_pairs(rows[:40] + 0.01, rows, 9)]
+    monkeypatch.setattr(retrieval, "EXACT_UP_TO", 1000)
+    found = [top_pairs(rows, None, 9), top_pairs(rows[:40] + 0.01, rows, 9)]
+    for few, every in zip(found, exact, strict=True):
+        same = len({*map(tuple, few.tolist())} & {*map(tuple, every.tolist())})
+        assert same > 0.98 * len(every) and len(few) <= len(every)
+        assert (np.diff(few[:, 0]) >= 0).all() and np.bincount(few[:, 0]).max() == 9
+    assert (found[0][:, 0] != found[0][:, 1]).all()
+    assert np.array_equal(found[0], top_pairs(rows, None, 9))  # again the same
+    # Without the library it is the slow way, and that is told.
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    assert np.array_equal(top_pairs(rows, None, 9), exact[0])
+    assert "prism-match[ann]" in capsys.readouterr().err
 
 
 def test_descriptors_find_the_same_photo(photo):

@@ -100,12 +100,19 @@ def write_json(path: Path, value: Any) -> None:
 def read_words(path: Path, tabs: bool = False) -> list[tuple[int, list[str]]]:
     """The words of each line of a text file with its number, but for empty lines and comments (#). tabs: a
     line that has some is parted there and nowhere else, so that words can have spaces."""
+    return list(each_line(path, tabs))
+
+
+def each_line(path: Path, tabs: bool = False) -> Iterator[tuple[int, list[str]]]:
+    """What `read_words` gives, of a file that may be larger than the memory."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                words = [w.strip() for w in line.split("\t")] if tabs and "\t" in line else line.split()
+                if words and not words[0].startswith("#"):
+                    yield number, words
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from error
-    rows = [[w.strip() for w in x.split("\t")] if tabs and "\t" in x else x.split() for x in lines]
-    return [(n, words) for n, words in enumerate(rows, 1) if words and not words[0].startswith("#")]
 
 
 def parse_lines(path: Path, parse: Callable[[list[str]], Parsed], tabs: bool = False) -> list[Parsed]:

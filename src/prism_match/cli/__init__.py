@@ -18,6 +18,7 @@ from prism_match.cli.export import export_app
 from prism_match.cli.info import info
 from prism_match.cli.localize import localize_command
 from prism_match.cli.match import match
+from prism_match.cli.match_pairs import match_pairs_command
 from prism_match.cli.serve import page, serve
 from prism_match.cli.sfm import sfm
 from prism_match.cli.stitch import stitch_command
@@ -37,6 +38,7 @@ for command in (match, demo, convert, info):
     app.command()(command)
 app.command("align")(align_command)
 app.command("stitch")(stitch_command)
+app.command("match-pairs")(match_pairs_command)
 app.command("eval")(evaluate)
 app.command()(bench)
 app.command()(train)

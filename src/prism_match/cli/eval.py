@@ -11,12 +11,15 @@ import typer
 
 from prism_match.cli.options import (
     WEIGHTS_HELP,
+    AddressOption,
     BatchOption,
     DeviceOption,
+    EngineOption,
     JsonFileOption,
     PolishOption,
     PrecisionOption,
     RotateOption,
+    make_cluster,
 )
 from prism_match.config import Backend
 from prism_match.errors import UserError
@@ -67,6 +70,8 @@ def evaluate(
     depth_scale: Annotated[
         float, typer.Option(help="Localization: what depth maps have for a metre.")
     ] = 1000.0,
+    engine: EngineOption = "local",
+    address: AddressOption = None,
     json_file: JsonFileOption = None,
     out: Annotated[
         Optional[Path],
@@ -105,12 +110,14 @@ def evaluate(
     for folder in (out, cache, json_file.parent if json_file else None):
         if folder is not None:
             writable_folder(folder)
+    cluster = make_cluster(engine, address, device)
     options = Options(
         data=data, method=method, size=size, ransac=ransac, threshold=threshold, pairs=pairs,
         seed=seed, weights=tuple(weights or ()), configs=tuple(model_config or ()), device=device,
         precision=precision, confidence=confidence, rotate=rotate, polish=polish,
         top=top, within=tuple(map(parse_limits, within or ())), pair_list=pair_list, snap=snap,
-        depth_scale=depth_scale, run=Run(cache=cache, out=out, progress=True, batch=batch),
+        depth_scale=depth_scale,
+        run=Run(cache=cache, out=out, progress=True, batch=batch, cluster=cluster),
     )  # fmt: skip
     report = BENCHMARKS[benchmark](options)
     print(report)

@@ -8,13 +8,16 @@ from typing import Annotated, Optional
 import typer
 
 from prism_match.cli.options import (
+    AddressOption,
     BatchOption,
     ConfigOption,
     DeviceOption,
+    EngineOption,
     PolishOption,
     PrecisionOption,
     RotateOption,
     WeightsOption,
+    make_cluster,
     make_matcher,
 )
 from prism_match.config import PnpBackend
@@ -67,6 +70,8 @@ def localize_command(
     rotate: RotateOption = "never",
     polish: PolishOption = True,
     model_config: ConfigOption = None,
+    engine: EngineOption = "local",
+    address: AddressOption = None,
     json_file: Annotated[Optional[Path], typer.Option("--json", help="Write the result here too.")] = None,
 ) -> None:
     """Find the poses of photos in a map.
@@ -101,6 +106,7 @@ def localize_command(
     if max_error <= 0:
         raise UserError(f"--max-error must be positive, not {max_error}")
     backend = choose_backend(pnp)
+    cluster = make_cluster(engine, address, device)
     photos = find_queries(queries)
     listed = None if pair_list is None else read_listed(pair_list, photos)
     mapped = open_map(world, images, snap, depth_scale, listed)
@@ -109,7 +115,7 @@ def localize_command(
     if json_file is not None:
         writable_folder(json_file.parent)
     matcher = make_matcher(weights, model_config, device, precision, size, None, rotate, polish)
-    options = LocalizeOptions(top, size, max_error, min_inliers, fallback, backend, seed, batch)
+    options = LocalizeOptions(top, size, max_error, min_inliers, fallback, backend, seed, batch, cluster)
     summary = localize_photos(photos, mapped, matcher, folder, options, given, listed, progress=True)
     summary = {"map": str(world)} | summary
     for path in filter(None, (folder / "localization.json", json_file)):

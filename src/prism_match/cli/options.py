@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import typer
 
 from prism_match.config import ModelConfig, Precision, Rotate, load_model_config
+from prism_match.errors import UserError
 
 if TYPE_CHECKING:
     from prism_match.engine import Matcher
+    from prism_match.engine.cluster import Cluster
 
 WEIGHTS_HELP = "A .safetensors file, or hf:OWNER/REPO[@REVISION][:FILE] [the shipped weights]"
 
@@ -36,6 +38,13 @@ ConfigOption = Annotated[
     Optional[str], typer.Option(help="A preset (paper, tiny, ...) or a .toml/.json file.")
 ]
 BatchOption = Annotated[int, typer.Option(help="Pairs of equal size matched at a time.")]
+EngineOption = Annotated[
+    Literal["local", "ray"], typer.Option(help="Match in this process, or on a Ray cluster.")
+]
+AddressOption = Annotated[
+    Optional[str],
+    typer.Option(help="Of a running Ray cluster, HOST:PORT or auto [one on this machine, for this run]."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 JsonFileOption = Annotated[Optional[Path], typer.Option("--json", help="Write the numbers here.")]
 
@@ -70,3 +79,15 @@ def make_matcher(
 
 def parse_config(name: str | None) -> ModelConfig | None:
     return None if name is None else load_model_config(name)
+
+
+def make_cluster(engine: str, address: str | None, device: str, **options: Any) -> Cluster | None:
+    """None: this process matches."""
+    from prism_match.engine.cluster import Cluster, require_ray
+
+    if engine == "local":
+        if address is not None:
+            raise UserError("--address is that of a Ray cluster: it goes with --engine ray")
+        return None
+    require_ray()
+    return Cluster(address, device, **options)

@@ -8,8 +8,10 @@ from typing import Annotated, Any, Optional
 import typer
 
 from prism_match.cli.options import (
+    AddressOption,
     ConfigOption,
     DeviceOption,
+    EngineOption,
     JsonFileOption,
     PolishOption,
     PrecisionOption,
@@ -17,6 +19,7 @@ from prism_match.cli.options import (
     SizeOption,
     ThresholdOption,
     WeightsOption,
+    make_cluster,
     make_matcher,
 )
 from prism_match.cli.output import print_table
@@ -75,13 +78,15 @@ def sfm(
     polish: PolishOption = True,
     model_config: ConfigOption = None,
     matches: Annotated[
-        Optional[Path], typer.Option(help="A matches.h5 to use as it is; nothing is matched.")
+        Optional[Path], typer.Option(help="A matches.h5, or what match-pairs wrote, to use as it is.")
     ] = None,
     matches_only: Annotated[
         bool, typer.Option("--matches-only", help="Stop after OUT/matches.h5: needs no COLMAP.")
     ] = False,
     feature_cache: Annotated[float, typer.Option(help="Disk for feature maps while matching, in GiB.")] = 8.0,
     threads: Annotated[int, typer.Option(help="Of COLMAP [all cores].")] = -1,
+    engine: EngineOption = "local",
+    address: AddressOption = None,
     json_file: JsonFileOption = None,
 ) -> None:
     """Reconstruct cameras and points from a folder of photos, or from a video (extra: video), whose key
@@ -98,6 +103,7 @@ def sfm(
       prism sfm holiday -o out --pairs retrieval --neighbours 15 --mapper global
       prism sfm photos -o out --matches-only                on a machine with a GPU, then elsewhere
       prism sfm photos -o out2 --matches out/matches.h5
+      prism sfm photos -o out --engine ray --address auto   matches on a Ray cluster
     """
     from prism_match.export.nerf import write_transforms
     from prism_match.files import lock_folder, writable_folder, write_json
@@ -124,6 +130,7 @@ def sfm(
         threads=threads,
         polish=polish,
         device=device,
+        cluster=make_cluster(engine, address, device),
     )
     if json_file is not None:
         writable_folder(json_file.parent)

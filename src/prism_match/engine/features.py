@@ -49,11 +49,16 @@ def arrange(pairs: Sequence[tuple[Named, Named]], photos: int) -> list[int]:
     Photos are numbered as they come, so that neighbours in a list are neighbours here."""
     number: dict[Named, int] = {}
     rows = [[number.setdefault(name, len(number)) for name in pair] for pair in pairs]
-    first, second = np.array(rows, np.int64).reshape(-1, 2).T
+    return block_order(np.array(rows, np.int64).reshape(-1, 2), photos).tolist()
+
+
+def block_order(pairs: np.ndarray, photos: int) -> np.ndarray:
+    """n: the same for pairs (n 2) of photos that have numbers."""
+    first, second = pairs.T
     block = max(1, photos // 2)
     row, column = first // block, second // block
     snake = np.where(row % 2 == 0, column, -column)
-    return np.lexsort((second, first, snake, row)).tolist()
+    return np.lexsort((second, first, snake, row))
 
 
 class FeatureCache:

@@ -16,8 +16,9 @@ from prism_match.engine.run import Engine, Limits, PairLike
 from prism_match.engine.table import MatchTable
 from prism_match.errors import UserError
 from prism_match.images import ImageLike
-from prism_match.matcher import DEFAULT_SIZE, PairMatcher
+from prism_match.matcher import DEFAULT_SIZE, DTYPES, PairMatcher
 from prism_match.matches import Matches
+from prism_match.weights import SHIPPED
 
 if TYPE_CHECKING:
     from prism_match.maps.sequence import Tracks
@@ -103,6 +104,19 @@ class MatcherSettings:
     @staticmethod
     def from_json(text: str) -> MatcherSettings:
         return MatcherSettings(**json.loads(text))
+
+    @staticmethod
+    def of(matcher: PairMatcher, device: str = "auto") -> MatcherSettings:
+        """Of a matcher that is there, for another machine: its precision and, unless they ship with the
+        package, the path of its weights."""
+        info = matcher.info
+        return MatcherSettings(
+            weights=None if info.path in (None, SHIPPED) else str(Path(info.path).absolute()),
+            config=info.config.to_dict(), device=device,
+            precision=next(name for name, dtype in DTYPES.items() if dtype == matcher.dtype),
+            size=matcher.size, threshold=matcher.threshold, max_matches=matcher.max_matches,
+            rotate=matcher.rotate, polish=matcher.polish,
+        )  # fmt: skip
 
     def open(self) -> Matcher:
         values = asdict(self)

@@ -23,12 +23,13 @@ from typing import Any, Protocol
 import cv2
 import numpy as np
 
+from prism_match.config import Rotate
 from prism_match.engine.photos import Resize, scale_points
 from prism_match.errors import UserError
 from prism_match.images import Image, resize
 from prism_match.matcher import ImageFeatures, PairMatcher, Prepared
 from prism_match.matches import Matches
-from prism_match.weights import SUBPIXEL_SHA256
+from prism_match.weights import SUBPIXEL_SHA256, WeightsInfo
 
 MatchFunction = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, ...]]
 
@@ -57,23 +58,31 @@ def as_method(method: Method | PairMatcher | str) -> Method:
     return Prism(method) if isinstance(method, PairMatcher) else method
 
 
+def prism_settings(
+    info: WeightsInfo, threshold: float | None, max_matches: int | None, rotate: Rotate, polish: bool
+) -> dict[str, Any]:
+    """All that PRISM's matches depend on, but for the resizing and the precision."""
+    return {
+        "method": "prism",
+        "weights": info.sha256,
+        "config": info.config.to_dict(),
+        "threshold": info.config.theta_c if threshold is None else threshold,
+        "max_matches": max_matches,
+        "rotate": rotate,
+        "polish": SUBPIXEL_SHA256 if polish else None,
+    }
+
+
 class Prism:
     """PRISM, as a `Matcher` has it."""
 
     def __init__(self, matcher: PairMatcher, details: bool = False):
         self.matcher, self.details = matcher, details
         self.name = "PRISM (ours)" if matcher.polish else "PRISM (ours), not polished"
-        config = matcher.info.config
         self.precision = str(matcher.dtype).removeprefix("torch.")
-        self.settings = {
-            "method": "prism",
-            "weights": matcher.info.sha256,
-            "config": config.to_dict(),
-            "threshold": config.theta_c if matcher.threshold is None else matcher.threshold,
-            "max_matches": matcher.max_matches,
-            "rotate": matcher.rotate,
-            "polish": SUBPIXEL_SHA256 if matcher.polish else None,
-        }
+        self.settings = prism_settings(
+            matcher.info, matcher.threshold, matcher.max_matches, matcher.rotate, matcher.polish
+        )
 
     def prepare(self, image: Image, resizing: Resize) -> Prepared:
         size = resizing(image.size)

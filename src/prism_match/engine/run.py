@@ -74,10 +74,11 @@ class Outcome(NamedTuple):
     pair: Names
     matches: Matches | None
     broken: dict[str, str] = {}  # photos that cannot be read, and why: then there are no matches
+    failed: str = ""  # why there are none though the photos can be read
 
     @property
     def problem(self) -> str:
-        return next(iter(self.broken.values()), "")
+        return next(iter(self.broken.values()), self.failed)
 
 
 class Task(NamedTuple):
@@ -128,10 +129,13 @@ class Engine:
         new: dict[Names, Matches] = {}
         flushed = time.monotonic()
         try:
-            for pair, found in self._match_new(todo, photos):
+            for pair, found in self.match_photos(todo, photos):
                 if isinstance(found, dict):
                     bad = {n: str(found[d]) for n in pair if (d := photos[n].digest) in found}
                     yield Outcome(pair, None, bad)
+                    continue
+                if isinstance(found, str):
+                    yield Outcome(pair, None, failed=found)
                     continue
                 if store is not None:
                     new[keys[pair[0]], keys[pair[1]]] = found
@@ -180,9 +184,11 @@ class Engine:
         files = all(isinstance(image, (str, os.PathLike)) for image in pairs[taken][:2])
         return files and 2 * len(window) < 2 * self.limits.batch_size + self.limits.ahead
 
-    def _match_new(
+    def match_photos(
         self, pairs: Sequence[Names], photos: Mapping[str, Photo]
-    ) -> Iterator[tuple[Names, Matches | Broken]]:
+    ) -> Iterator[tuple[Names, Matches | Broken | str]]:
+        """Each pair, in an order of its own, with its matches, or with what is wrong with its photos, or with
+        why it could not be matched though nothing is wrong with them."""
         if not pairs:
             return
         shelf = None

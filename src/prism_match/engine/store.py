@@ -1,19 +1,26 @@
 """`matches.h5`: the matches of many pairs in one file, and never those of other photos or settings.
 
     /                     attributes: format, settings (JSON), pairs (how many there are)
-    /images               names; data sets beside it: sizes (n 2), digests (of the files)
+    /images               names; data sets beside it: sizes (n 2), digests (of the files), stamps (of what
+                          changes with a file, where it is not read to be known)
     /pairs/NAME0/NAME1    m 5: x and y in both photos, score; names are percent-encoded
+    /index                p 2: the pairs again, as numbers of images, to be read at once
 
 A file that is written to while a process is killed can be lost as a whole. So new matches go into parts
 beside it, each of which is there whole or not at all, and the parts are put together at the end. All data is
 written with checksums, so that damage is found rather than read. One process writes at a time.
+
+What many processes have written is a folder: `store.json` with the settings, and such files in `shards`
+(`engine/shards.py`). It is read as one file is.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +29,7 @@ from urllib.parse import quote, unquote
 import h5py
 import numpy as np
 
+from prism_match.engine.folders import open_folder
 from prism_match.engine.photos import Resize
 from prism_match.errors import UserError
 from prism_match.files import Lock, atomic_path, short_hash, writable_folder
@@ -30,6 +38,8 @@ from prism_match.matches import Matches
 FORMAT = 2
 LAYOUT = ("v110", "v110")  # of HDF5: has checksums of its own structures, and sees that a file is cut short
 Names = tuple[str, str]
+SETTINGS, SHARDS = "store.json", "shards"  # of a folder
+MOST_OPEN = 64  # files: a folder can have more of them than a process may open
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,7 @@ class ImageEntry:
 
     size: tuple[int, int]  # width, height
     digest: str  # of the file
+    stamp: str = ""  # of the file, where that was asked for
 
 
 class MatchStore(Mapping[Names, Matches]):
@@ -51,14 +62,20 @@ class MatchStore(Mapping[Names, Matches]):
     def __init__(self, path: str | Path, settings: dict[str, Any] | None = None):
         """settings: what the matches depend on (weights, size, threshold), to write some; a file of other
         settings, or a damaged one, is kept under another name and a new one begun. None: to read what is
-        there."""
+        there, which may also be the folder, or its address, that `prism match-pairs` wrote."""
         self.path = Path(path)
         self.parts = self.path.with_suffix(".parts")
         self.images: dict[str, ImageEntry] = {}
         self.replaced: Path | None = None  # where a file of other settings went
-        self._where: dict[Names, Path] = {}
-        self._files: dict[Path, h5py.File] = {}
+        self._where: dict[Names, Any] = {}  # what `_open` takes
+        self._files: OrderedDict[Any, h5py.File] = OrderedDict()
         self._lock: Lock | None = None
+        if settings is None and ("://" in str(path) or self.path.is_dir()):
+            shards = open_folder(path).inside(SHARDS)
+            self.settings = read_settings(path)
+            for name in shards.names(".h5"):
+                self._read(shards.open(name))
+            return
         if settings is None:
             if not self.path.is_file():
                 raise UserError(f"{path}: no such file of matches")
@@ -88,14 +105,17 @@ class MatchStore(Mapping[Names, Matches]):
             raise KeyError(f"{self.path}: no matches of {pair[0]} and {pair[1]} in it")
         path = self._where[pair]
         try:
-            if path not in self._files:
-                self._files[path] = h5py.File(path, "r")
-            table = self._files[path][group_name("pairs", pair)][()]
-            points0, points1, scores = np.split(table.reshape(-1, 5), [2, 4], axis=1)
-            size0, size1 = (self.images[name].size for name in pair)
+            return _load(self._open(path), self.images, pair)
         except (OSError, KeyError, ValueError, RuntimeError) as error:
             raise UserError(f"{path}: damaged: the matches of {pair[0]} and {pair[1]} ({error})") from error
-        return Matches(points0, points1, scores[:, 0], size0, size1, *pair)
+
+    def _open(self, path: Any) -> h5py.File:
+        if path not in self._files:
+            if len(self._files) >= MOST_OPEN:
+                self._files.popitem(last=False)[1].close()
+            self._files[path] = h5py.File(path, "r")
+        self._files.move_to_end(path)
+        return self._files[path]
 
     @property
     def scales(self) -> dict[str, float]:
@@ -188,34 +208,78 @@ class MatchStore(Mapping[Names, Matches]):
         if not fits and self._lock is not None:
             part.unlink()
 
-    def _read(self, path: Path, wanted: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _read(self, path: Any, wanted: dict[str, Any] | None = None) -> dict[str, Any]:
         """Takes note of what is in a file, unless its settings are not the wanted ones; its settings."""
-        try:
-            with h5py.File(path, "r") as file:
-                settings = json.loads(file.attrs["settings"])
-                if wanted is not None and (settings != wanted or file.attrs["format"] != FORMAT):
-                    return settings | {"format": int(file.attrs["format"])}
-                if file.attrs["format"] != FORMAT:
-                    raise ValueError(f"of format {file.attrs['format']}; match again")
-                names = [_text(x) for x in file["images"][()]]
-                sizes, digests = file["sizes"][()], file["digests"][()]
+        settings, images, pairs = read_contents(path, wanted)
+        self.images |= images
+        self._where |= dict.fromkeys(pairs, path)
+        return settings
+
+
+def read_contents(
+    path: Any, wanted: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, ImageEntry], list[Names]]:
+    """The settings, photos and pairs of a file, without its matches; of one whose settings are not the wanted
+    ones, no photos and pairs. path: or an open file."""
+    try:
+        with h5py.File(path, "r") as file:
+            settings = json.loads(file.attrs["settings"])
+            if wanted is not None and (settings != wanted or file.attrs["format"] != FORMAT):
+                return settings | {"format": int(file.attrs["format"])}, {}, []
+            if file.attrs["format"] != FORMAT:
+                raise ValueError(f"of format {file.attrs['format']}; match again")
+            names = [_text(x) for x in file["images"][()]]
+            sizes, digests = file["sizes"][()].tolist(), file["digests"][()]
+            stamps = file["stamps"][()] if "stamps" in file else [""] * len(names)
+            images = {
+                name: ImageEntry((size[0], size[1]), _text(digest), _text(stamp))
+                for name, size, digest, stamp in zip(names, sizes, digests, stamps, strict=True)
+            }
+            if "index" in file:
+                pairs = [(names[a], names[b]) for a, b in file["index"][()].reshape(-1, 2).tolist()]
+            else:
                 pairs = [
                     (unquote(first), unquote(second))
                     for first, group in file["pairs"].items()
                     for second in group
                 ]
-                if len(pairs) != file.attrs["pairs"]:
-                    raise ValueError(f"{len(pairs)} pairs instead of {file.attrs['pairs']}")
-                for name, size, digest in zip(names, sizes.tolist(), digests, strict=True):
-                    self.images[name] = ImageEntry((size[0], size[1]), _text(digest))
-                self._where |= dict.fromkeys(pairs, path)
-                return settings
-        except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            raise UserError(f"{path}: not a file of matches, or a damaged one ({error})") from error
+            if len(pairs) != file.attrs["pairs"]:
+                raise ValueError(f"{len(pairs)} pairs instead of {file.attrs['pairs']}")
+            return settings, images, pairs
+    except (OSError, KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+        raise UserError(f"{path}: not a file of matches, or a damaged one ({error})") from error
+
+
+def read_pairs(path: Any, images: Mapping[str, ImageEntry], pairs: Iterable[Names]) -> dict[Names, Matches]:
+    """The matches of some pairs of a file, but for those that are damaged."""
+    found = {}
+    with h5py.File(path, "r") as file:
+        for pair in pairs:
+            with suppress(OSError, KeyError, ValueError, RuntimeError):
+                found[pair] = _load(file, images, pair)
+    return found
+
+
+def _load(file: h5py.File, images: Mapping[str, ImageEntry], pair: Names) -> Matches:
+    table = file[group_name("pairs", pair)][()]
+    points0, points1, scores = np.split(table.reshape(-1, 5), [2, 4], axis=1)
+    return Matches(points0, points1, scores[:, 0], images[pair[0]].size, images[pair[1]].size, *pair)
+
+
+def read_settings(address: str | Path) -> dict[str, Any]:
+    """Of a folder of matches."""
+    try:
+        return json.loads(open_folder(address).read(SETTINGS))["settings"]
+    except UserError as error:
+        raise UserError(f"{address}: no folder of matches ({error})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{address}/{SETTINGS}: damaged ({error})") from error
 
 
 def is_store(path: Path) -> bool:
     """Rather than a file of the matches of one pair; also where it is damaged."""
+    if (path / SETTINGS).is_file():
+        return True
     if path.suffix != ".h5" or not path.is_file() or not h5py.is_hdf5(path):
         return False
     try:
@@ -232,17 +296,40 @@ def _write(
     found: Iterable[tuple[Names, Matches]],
 ) -> None:
     with atomic_path(path) as temporary, h5py.File(temporary, "w", libver=LAYOUT) as file:
-        file.attrs["format"], file.attrs["settings"] = FORMAT, json.dumps(settings, sort_keys=True)
-        _save(file, "sizes", np.array([i.size for i in images.values()], np.int64).reshape(-1, 2))
-        _save(file, "images", _fixed_text(list(images)))
-        _save(file, "digests", _fixed_text([i.digest for i in images.values()]))
-        file.create_group("pairs")
-        count = 0
-        for names, m in found:
-            table = np.concatenate([m.keypoints0, m.keypoints1, m.scores[:, None]], axis=1)
-            _save(file, group_name("pairs", names), table.astype(np.float32))
-            count += 1
-        file.attrs["pairs"] = count
+        _fill(file, settings, images, found)
+
+
+def file_image(
+    settings: dict[str, Any], images: dict[str, ImageEntry], found: Mapping[Names, Matches]
+) -> bytes:
+    """The bytes of a file of matches, for wherever it is to be kept."""
+    with h5py.File("shard.h5", "w", libver=LAYOUT, driver="core", backing_store=False) as file:
+        _fill(file, settings, images, found.items())
+        file.flush()
+        return file.id.get_file_image()
+
+
+def _fill(
+    file: h5py.File,
+    settings: dict[str, Any],
+    images: dict[str, ImageEntry],
+    found: Iterable[tuple[Names, Matches]],
+) -> None:
+    file.attrs["format"], file.attrs["settings"] = FORMAT, json.dumps(settings, sort_keys=True)
+    _save(file, "sizes", np.array([i.size for i in images.values()], np.int64).reshape(-1, 2))
+    _save(file, "images", _fixed_text(list(images)))
+    _save(file, "digests", _fixed_text([i.digest for i in images.values()]))
+    if any(i.stamp for i in images.values()):
+        _save(file, "stamps", _fixed_text([i.stamp for i in images.values()]))
+    file.create_group("pairs")
+    number = {name: n for n, name in enumerate(images)}
+    index = []
+    for names, m in found:
+        table = np.concatenate([m.keypoints0, m.keypoints1, m.scores[:, None]], axis=1)
+        _save(file, group_name("pairs", names), table.astype(np.float32))
+        index.append([number[name] for name in names])
+    _save(file, "index", np.array(index, np.int64).reshape(-1, 2))
+    file.attrs["pairs"] = len(index)
 
 
 def _save(file: h5py.File, key: str, array: np.ndarray) -> None:

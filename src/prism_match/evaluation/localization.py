@@ -24,7 +24,8 @@ import numpy as np
 from prism_match.cameras import pinhole, read_camera_list
 from prism_match.colmap_model import is_model, read_model
 from prism_match.config import PnpBackend
-from prism_match.engine import Clock, Engine, Limits, Resize
+from prism_match.engine import Clock, Limits, Resize
+from prism_match.engine.cluster import make_engine
 from prism_match.engine.methods import Method, Sift
 from prism_match.errors import UserError
 from prism_match.evaluation.options import DEFAULT_SIZE, Options
@@ -122,7 +123,7 @@ def match_cache(run: Run) -> Path | None:
 def match_jobs(
     jobs: dict[str, tuple[Path, dict[str, Path]]], method: Method, resizing: Resize, run: Run, clock: Clock
 ) -> Iterator[MatchedQuery]:
-    engine = Engine(method, resizing, Limits(run.batch), clock)
+    engine = make_engine(method, resizing, Limits(run.batch), clock, run.cluster)
     with match_store(engine, match_cache(run)) as store:
         yield from match_queries(jobs, engine, store, by_content=True, progress=run.progress)
 

@@ -18,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from prism_match.engine import Clock, Engine, Limits, MatchStore, Names, Resize
+from prism_match.engine.cluster import Cluster, make_engine
 from prism_match.engine.methods import Method
 from prism_match.engine.photos import content_of
 from prism_match.errors import UserError
@@ -105,6 +106,7 @@ class Run:
     workers: int | None = None  # threads that score [all cores]
     progress: bool = False
     batch: int = 1  # pairs matched at a time
+    cluster: Cluster | None = None  # to match on; None: here
 
 
 def evaluate(
@@ -150,7 +152,7 @@ def match_all(
     pairs: Sequence[Pair], method: Method, resizing: Resize, run: Run, clock: Clock
 ) -> Iterator[tuple[Pair, Matches | str]]:
     """Each pair with its matches, in pixels of the files, or with why it could not be matched."""
-    engine = Engine(method, resizing, Limits(run.batch), clock)
+    engine = make_engine(method, resizing, Limits(run.batch), clock, run.cluster)
     files: dict[str, Path] = {}
     asked: dict[Names, list[Pair]] = {}
     for pair in pairs:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from prism_match.cameras import Camera, pinhole, read_camera_list
 from prism_match.config import PnpBackend
 from prism_match.engine import Engine, Limits, MatchStore, Names, Prism, Resize
+from prism_match.engine.cluster import Cluster, make_engine
 from prism_match.engine.photos import IMAGE_SUFFIXES
 from prism_match.errors import UserError
 from prism_match.files import lock_folder
@@ -116,6 +117,7 @@ class LocalizeOptions:
     backend: PnpBackend = "auto"
     seed: int = 0
     batch: int = 1  # pairs at a time
+    cluster: Cluster | None = None  # to match on; None: here
 
 
 def localize_photos(
@@ -144,7 +146,8 @@ def localize_photos(
         jobs = {q: (path, {r: map_photos[r] for r in ranked[q]}) for q, path in photos.items()}
         results: dict[str, Localized] = {}
         cameras: dict[str, dict[str, Any]] = {}
-        engine = Engine(Prism(matcher), Resize.largest(options.size), Limits(options.batch))
+        limits = Limits(options.batch)
+        engine = make_engine(Prism(matcher), Resize.largest(options.size), limits, None, options.cluster)
         with MatchStore(folder / "matches.h5", engine.settings) as store:
             for matched in match_queries(jobs, engine, store, progress=progress):
                 name = matched.query

@@ -21,7 +21,8 @@ import PIL.ImageOps
 from tqdm import tqdm
 
 from prism_match.config import Mapper
-from prism_match.engine import Engine, Limits, MatchStore, Names, Prism, Resize
+from prism_match.engine import Limits, MatchStore, Names, Prism, Resize
+from prism_match.engine.cluster import Cluster, make_engine
 from prism_match.engine.photos import IMAGE_SUFFIXES
 from prism_match.errors import UserError
 from prism_match.files import atomic_path, file_digest, lock_folder, short_hash, writable_folder
@@ -73,6 +74,7 @@ class SfmOptions:
     threads: int = -1  # of COLMAP; -1: all cores
     polish: bool = True  # move keypoints to where the photos of their track look most alike
     device: str = "auto"  # to do that on
+    cluster: Cluster | None = None  # to match on; None: here
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.batch_size < 1:
@@ -211,7 +213,7 @@ def match_images(
     pairs = [(names[a], names[b]) for a, b in numbers]
     at_once = options.batch_size or (8 if matcher.device.type == "cuda" else 1)
     limits = Limits(at_once, disk=round(options.features_gib * 2**30), folder=str(out / "features"))
-    engine = Engine(Prism(matcher), Resize.largest(matcher.size), limits)
+    engine = make_engine(Prism(matcher), Resize.largest(matcher.size), limits, None, options.cluster)
     with MatchStore(out / "matches.h5", engine.settings) as store:
         if store.replaced is not None:
             print(f"prism: matches with other settings are kept as {store.replaced}", file=sys.stderr)
@@ -219,6 +221,8 @@ def match_images(
             for outcome in engine.match(files, pairs, store):
                 bar.update()
                 broken |= outcome.broken
+                if outcome.failed:
+                    print(f"prism: skipped: {' and '.join(outcome.pair)}: {outcome.failed}", file=sys.stderr)
     for reason in broken.values():
         print(f"prism: skipped: {reason}", file=sys.stderr)
     return MatchedPhotos(store, {pair for pair in pairs if pair in store}, broken)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -20,6 +21,10 @@ from prism_match.matcher import ImageFeatures, PairMatcher, Prepared
 
 SIZE = 320  # longer side in pixels
 SECONDS_A_SAVE = 30.0  # of describing that a kill can cost
+EXACT_UP_TO = 50_000  # images; beyond that an index is asked
+SIMILARITIES = 2**25  # that are in memory at a time
+BLOCK = 2**15  # descriptors that an index takes at a time
+SAMPLES_A_CELL, PROBED = 40, 32  # of the index: descriptors to find a cell by; cells that a query looks into
 POWER = 3.0  # of the generalised mean: 1 is the mean, infinity the maximum
 
 
@@ -97,26 +102,84 @@ def pool(image: ImageFeatures) -> np.ndarray:
 
 def top_pairs(queries: np.ndarray, references: np.ndarray | None, k: int) -> np.ndarray:
     """m 2, int64: for each query (n d) the rows of its k nearest references (r d), nearest first.
-    Without references the queries are compared with each other, and never with themselves."""
+    Without references the queries are compared with each other, and never with themselves. Among many
+    references an index is asked, which misses a few (docs/scale.md)."""
     if k < 1:
         raise UserError(f"the number of images to retrieve must be at least 1, not {k}")
     among = queries if references is None else references
     if not len(queries) or not len(among):
         return np.zeros((0, 2), np.int64)
-    similarity = similarities(queries, among)
     if references is None:
-        np.fill_diagonal(similarity, -np.inf)
         k = min(k, len(among) - 1)
-    nearest = np.argsort(-similarity, axis=1, kind="stable")[:, :k]
-    rows = np.repeat(np.arange(len(queries)), nearest.shape[1])
-    return np.stack([rows, nearest.ravel()], axis=1)
+    search = exact_search(among)
+    if len(among) > EXACT_UP_TO:
+        try:
+            search = index_search(among)
+        except ImportError:
+            print(
+                f"prism: comparing each of {len(queries)} images with {len(among)}; an index is far faster: "
+                "pip install 'prism-match[ann]'", file=sys.stderr,
+            )  # fmt: skip
+    most = k if references is not None else k + 1  # it finds itself
+    rows, columns = [], []
+    for start in range(0, len(queries), BLOCK):
+        found = search(queries[start : start + BLOCK], min(most, len(among)))
+        query = np.repeat(np.arange(start, start + len(found)), found.shape[1])
+        found = found.ravel()
+        # An index can find fewer than it was asked for.
+        kept = (found >= 0) if references is not None else (found >= 0) & (found != query)
+        rows.append(query[kept])
+        columns.append(found[kept])
+    pairs = np.stack([np.concatenate(rows), np.concatenate(columns)], axis=1)
+    # Of one that does not find itself, k + 1 others are there.
+    place = np.arange(len(pairs)) - np.searchsorted(pairs[:, 0], pairs[:, 0])
+    return pairs[place < k]
 
 
-def similarities(queries: np.ndarray, references: np.ndarray) -> np.ndarray:
-    """n r, in [-1, 1]. What all images have in common says nothing about any of them: the mean of the
-    references is taken away before the angles are measured."""
+Search = Callable[[np.ndarray, int], np.ndarray]  # queries n d, k -> n k rows of references, -1: none
+
+
+def exact_search(references: np.ndarray) -> Search:
     mean = references.mean(axis=0)
-    return unit(queries - mean) @ unit(references - mean).T
+    ready = np.empty(references.shape, np.float32)
+    for start in range(
+        0, len(references), BLOCK
+    ):  # what all of them at once would take is several times that
+        ready[start : start + BLOCK] = unit(references[start : start + BLOCK] - mean)
+
+    def search(queries: np.ndarray, k: int) -> np.ndarray:
+        found = []
+        at_once = max(1, SIMILARITIES // len(ready))
+        for start in range(0, len(queries), at_once):
+            similarity = unit(queries[start : start + at_once] - mean) @ ready.T
+            few = np.argpartition(-similarity, k - 1, axis=1)[:, :k]
+            few.sort(axis=1)  # of equals the first
+            order = np.argsort(-np.take_along_axis(similarity, few, axis=1), axis=1, kind="stable")
+            found.append(np.take_along_axis(few, order, axis=1))
+        return np.concatenate(found)
+
+    return search
+
+
+def index_search(references: np.ndarray) -> Search:
+    """By FAISS: references lie in cells around means, and only those in the cells nearest to a query are
+    compared with it. Half precision, and never a copy of all references. A graph (HNSW) finds more of those
+    that have no place in common, but is another one each time that several threads build it."""
+    import faiss
+
+    mean = references.mean(axis=0)
+    count, width = references.shape
+    cells = int(4 * np.sqrt(count))
+    index = faiss.IndexIVFScalarQuantizer(
+        faiss.IndexFlatIP(width), width, cells, faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT
+    )
+    index.cp.niter, index.cp.seed = 6, 0
+    sample = np.random.default_rng(0).choice(count, min(count, SAMPLES_A_CELL * cells), replace=False)
+    index.train(unit(references[np.sort(sample)] - mean))
+    for start in range(0, count, BLOCK):
+        index.add(unit(references[start : start + BLOCK] - mean))
+    index.nprobe = PROBED
+    return lambda queries, k: index.search(unit(queries - mean), k)[1]
 
 
 def unit(rows: np.ndarray) -> np.ndarray:
