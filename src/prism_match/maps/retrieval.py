@@ -142,9 +142,7 @@ Search = Callable[[np.ndarray, int], np.ndarray]  # queries n d, k -> n k rows o
 def exact_search(references: np.ndarray) -> Search:
     mean = references.mean(axis=0)
     ready = np.empty(references.shape, np.float32)
-    for start in range(
-        0, len(references), BLOCK
-    ):  # what all of them at once would take is several times that
+    for start in range(0, len(references), BLOCK):  # all at once would take several times the memory
         ready[start : start + BLOCK] = unit(references[start : start + BLOCK] - mean)
 
     def search(queries: np.ndarray, k: int) -> np.ndarray:

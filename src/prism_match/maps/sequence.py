@@ -17,7 +17,7 @@ from prism_match.errors import UserError
 from prism_match.files import atomic_path
 from prism_match.geometry import is_evident, spread_over
 from prism_match.images import ImageLike, load_image, write_png
-from prism_match.maps.retrieval import pool, similarities
+from prism_match.maps.retrieval import exact_search, pool
 from prism_match.maps.tracks import SharedKeypoints, TrackOptions, components, share_keypoints
 from prism_match.matcher import ImageFeatures, PairMatcher
 from prism_match.matches import Matches
@@ -191,10 +191,9 @@ class Past:
             return []
         # All frames tell what they have in common, those that come into question or not.
         every = list(self._frames)
-        row = similarities(look[None], np.stack([self._frames[n][1] for n in every]))[0]
-        alike = {n: row[k] for k, n in enumerate(every)}
-        best = sorted(known, key=lambda n: -alike[n])[:count]
-        return [(n, self._frames[n][0]) for n in best]
+        looks = np.stack([self._frames[n][1] for n in every])
+        order = [every[k] for k in exact_search(looks)(look[None], len(every))[0]]
+        return [(n, self._frames[n][0]) for n in order if n <= before][:count]
 
 
 def join(shared: SharedKeypoints, sizes: list[tuple[int, int]], min_length: int) -> Tracks:
