@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import h5py
 import numpy as np
 
 from prism_match.errors import UserError
@@ -165,6 +166,37 @@ def _take(file: IO[str]) -> bool:
     return True
 
 
+LARGEST_ARRAY = 2**31  # bytes; what claims more, be it in a file of a kilobyte, is not ours
+
+
+def read_dataset(item: Any) -> np.ndarray:
+    """All of a data set of HDF5. ValueError for a group, and for what has more bytes than any of ours: a file
+    need not hold what it claims to."""
+    if not isinstance(item, h5py.Dataset):
+        raise ValueError("it holds something else where an array should be")
+    if item.nbytes > LARGEST_ARRAY:
+        raise ValueError(f"it claims an array of {item.nbytes / 2**30:.0f} GiB")
+    return np.asarray(item[()])
+
+
+def load_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Of an .npz file. ValueError or OSError if it is none, or unpacks to more than any of ours."""
+    try:
+        _check_unpacked(path)
+        with np.load(path, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except OSError:
+        raise
+    except Exception as error:  # damaged archives fail in every way there is
+        raise ValueError(f"not an archive of arrays ({error})") from error
+
+
+def _check_unpacked(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        if sum(entry.file_size for entry in archive.infolist()) > LARGEST_ARRAY:
+            raise ValueError("it unpacks to more than it can be meant to")
+
+
 class _ArraysOnly(pickle.Unpickler):
     """Unpickles arrays, numbers, strings and containers of them; whatever else a file asks for, it refuses.
     A pickle can otherwise run any program when it is read."""
@@ -189,11 +221,14 @@ def load_object_arrays(path: Path, keys: Sequence[str]) -> list[np.ndarray]:
     Raises ValueError, OSError or KeyError for anything else."""
     arrays = []
     try:
+        _check_unpacked(path)
         with zipfile.ZipFile(path) as archive:
             for key in keys:
                 with archive.open(f"{key}.npy") as entry:
                     arrays.append(_read_array(io.BytesIO(entry.read())))
-    except (pickle.UnpicklingError, zipfile.BadZipFile, EOFError, AttributeError, ImportError) as error:
+    except (OSError, KeyError):
+        raise
+    except Exception as error:  # damaged archives and pickles fail in every way there is
         raise ValueError(str(error)) from error
     return arrays
 

@@ -13,7 +13,7 @@ import cv2
 import numpy as np
 
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, checksum, reading
+from prism_match.files import atomic_path, checksum, load_arrays, read_dataset, reading
 from prism_match.geometry import Backend, Estimate, Model, estimate, spread_over
 from prism_match.images import Image, ImageLike, load_image, write_png
 
@@ -280,8 +280,7 @@ def write_npz(file: IO[bytes], m: Matches, **more: np.ndarray) -> None:
 
 
 def _load_npz(path: Path) -> dict[str, Any]:
-    with np.load(path, allow_pickle=False) as arrays:
-        return dict(arrays)
+    return load_arrays(path)
 
 
 def _save_json(path: Path, m: Matches) -> None:
@@ -328,7 +327,8 @@ def _load_h5(path: Path) -> dict[str, Any]:
     import h5py
 
     with h5py.File(path, "r") as file:
-        return {k: v[()] for k, v in file.items() if isinstance(v, h5py.Dataset)} | dict(file.attrs)
+        arrays = {k: read_dataset(v) for k, v in file.items() if isinstance(v, h5py.Dataset)}
+        return arrays | dict(file.attrs)
 
 
 FORMATS: dict[str, tuple[Callable[[Path, Matches], None], Callable[[Path], dict[str, Any]]]] = {

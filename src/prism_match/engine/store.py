@@ -24,7 +24,7 @@ import numpy as np
 
 from prism_match.engine.photos import Resize
 from prism_match.errors import UserError
-from prism_match.files import Lock, atomic_path, short_hash, writable_folder
+from prism_match.files import Lock, atomic_path, read_dataset, short_hash, writable_folder
 from prism_match.matches import Matches
 
 FORMAT = 2
@@ -90,7 +90,7 @@ class MatchStore(Mapping[Names, Matches]):
         try:
             if path not in self._files:
                 self._files[path] = h5py.File(path, "r")
-            table = self._files[path][group_name("pairs", pair)][()]
+            table = read_dataset(self._files[path][group_name("pairs", pair)])
             points0, points1, scores = np.split(table.reshape(-1, 5), [2, 4], axis=1)
             size0, size1 = (self.images[name].size for name in pair)
         except (OSError, KeyError, ValueError, RuntimeError) as error:
@@ -197,8 +197,8 @@ class MatchStore(Mapping[Names, Matches]):
                     return settings | {"format": int(file.attrs["format"])}
                 if file.attrs["format"] != FORMAT:
                     raise ValueError(f"of format {file.attrs['format']}; match again")
-                names = [_text(x) for x in file["images"][()]]
-                sizes, digests = file["sizes"][()], file["digests"][()]
+                names = [_text(x) for x in read_dataset(file["images"])]
+                sizes, digests = (read_dataset(file[key]) for key in ("sizes", "digests"))
                 pairs = [
                     (unquote(first), unquote(second))
                     for first, group in file["pairs"].items()

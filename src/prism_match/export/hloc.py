@@ -19,7 +19,7 @@ import numpy as np
 
 from prism_match.engine.store import MatchStore, Names, is_store
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, reading, writable_folder
+from prism_match.files import atomic_path, read_dataset, reading, writable_folder
 from prism_match.maps.tracks import IndexedMatches, TrackOptions, share_keypoints
 from prism_match.matches import Matches
 
@@ -61,8 +61,8 @@ def read_features(path: Path) -> dict[str, HlocKeypoints]:
 
     def visit(name: str, group: h5py.Group | h5py.Dataset) -> None:
         if isinstance(group, h5py.Group) and "keypoints" in group:
-            points = np.asarray(group["keypoints"], np.float32).reshape(-1, 2)
-            scores = np.asarray(group.get("scores", np.ones(len(points))), np.float32)
+            points = as_floats(group["keypoints"]).reshape(-1, 2)
+            scores = as_floats(group["scores"]) if "scores" in group else np.ones(len(points), np.float32)
             size = tuple(int(x) for x in group["image_size"][()]) if "image_size" in group else None
             found[name] = HlocKeypoints(points, scores, size)  # type: ignore[arg-type]
 
@@ -71,6 +71,10 @@ def read_features(path: Path) -> dict[str, HlocKeypoints]:
     if not found:
         raise UserError(f"{path}: not a file of hloc's features (no key points in it)")
     return found
+
+
+def as_floats(item: h5py.Dataset) -> np.ndarray:
+    return read_dataset(item).astype(np.float32)
 
 
 def write_matches(
@@ -106,9 +110,9 @@ def read_sparse_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Name
         if "matches0" not in group:
             continue
         with reading(path, "a file of hloc's matches"):
-            matches0 = group["matches0"][()]
+            matches0 = read_dataset(group["matches0"])
             rows = np.flatnonzero(matches0 >= 0)
-            scores = np.asarray(group["matching_scores0"], np.float32)[rows]
+            scores = as_floats(group["matching_scores0"])[rows]
         yield pair, IndexedMatches(np.stack([rows, matches0[rows]], axis=1).astype(np.int64), scores)
 
 
@@ -116,7 +120,7 @@ def read_dense_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Names
     for pair, group in _pairs(path, names):
         if "keypoints0" in group:
             with reading(path, "a file of hloc's matches"):
-                arrays = [np.asarray(group[k], np.float32) for k in ("keypoints0", "keypoints1", "scores")]
+                arrays = [as_floats(group[k]) for k in ("keypoints0", "keypoints1", "scores")]
             yield pair, DenseMatches(*arrays)
 
 
