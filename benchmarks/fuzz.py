@@ -27,6 +27,7 @@ import struct
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -69,7 +70,7 @@ class Target:
     share: float  # of the cases, in relation to the others'
     make: Callable[[Path], None]
     run: Callable[[Path, Path], Any]
-    victims: str = "in/**/*"  # glob: the files that may be changed
+    victims: tuple[str, ...] = ("in/**/*",)  # the files that may be changed
 
 
 def prism(*words: str | Path) -> None:
@@ -126,7 +127,9 @@ def photos(folder: Path) -> None:
 def some_matches(name0: str = "a.png", name1: str = "b.png") -> Matches:
     g = np.random.default_rng(0)
     points = [g.uniform(0, [63, 47], (40, 2)).astype(np.float32) for _ in range(2)]
-    return Matches(points[0], points[1], np.sort(g.random(40).astype(np.float32))[::-1], (64, 48), (64, 48), name0, name1)
+    return Matches(
+        points[0], points[1], np.sort(g.random(40).astype(np.float32))[::-1], (64, 48), (64, 48), name0, name1
+    )
 
 
 def matches(folder: Path) -> None:
@@ -143,7 +146,9 @@ def store(folder: Path) -> None:
 def write_store(path: Path, settings: dict[str, Any]) -> None:
     digests = {"a.png": "0" * 32, "b.png": "1" * 32, "c.png": "2" * 32}
     with MatchStore(path, settings) as store:
-        store.add({("a.png", "b.png"): some_matches(), ("b.png", "c.png"): some_matches("b.png", "c.png")}, digests)
+        store.add(
+            {("a.png", "b.png"): some_matches(), ("b.png", "c.png"): some_matches("b.png", "c.png")}, digests
+        )
         store.merge()
     path.with_suffix(".lock").unlink()
 
@@ -200,8 +205,12 @@ def settings(folder: Path) -> None:
 
 def training_settings(folder: Path) -> None:
     (folder / "in").mkdir()
-    text = 'preset = "quick"\nminutes = 30.0\nlr = 4e-4\nphases = [[0.0, 256, 64], [0.5, 320, 32]]\nseed = 3\n'
-    (folder / "in" / "train.toml").write_text(f"{text}compile = false\n[model]\nlayers = 3\n[loss]\nrefine = 64\n")
+    text = (
+        'preset = "quick"\nminutes = 30.0\nlr = 4e-4\nphases = [[0.0, 256, 64], [0.5, 320, 32]]\nseed = 3\n'
+    )
+    (folder / "in" / "train.toml").write_text(
+        f"{text}compile = false\n[model]\nlayers = 3\n[loss]\nrefine = 64\n"
+    )
 
 
 @cache
@@ -214,8 +223,15 @@ def colmap_model(folder: Path) -> None:
     inputs = folder / "in"
     shutil.copytree(scene().root / "images", inputs / "images")
     shutil.copytree(scene().root / "sparse", inputs / "text")
-    to_binary(inputs / "text", inputs / "binary")
-    lines = [line for line in (inputs / "text" / "images.txt").read_text().splitlines() if line.endswith(".png")]
+    to_binary(inputs / "text", inputs / "sparse" / "0")
+    stages = {
+        "photos": {"key": "images", "result": "images"},
+        "model": {"key": "0", "result": {"models": []}},
+    }
+    (inputs / "stages.json").write_text(json.dumps(stages))
+    lines = [
+        line for line in (inputs / "text" / "images.txt").read_text().splitlines() if line.endswith(".png")
+    ]
     poses = [" ".join([line.split()[9], *line.split()[1:8]]) for line in lines]
     (inputs / "poses.txt").write_text("\n".join(poses) + "\n")
     results = [{"name": line.split()[9], "camera": {"model": "PINHOLE", "width": 160, "height": 120,
@@ -225,7 +241,7 @@ def colmap_model(folder: Path) -> None:
 
 def to_binary(text: Path, binary: Path) -> None:
     """COLMAP's other format, of the cameras that the synthetic scene has."""
-    binary.mkdir()
+    binary.mkdir(parents=True)
 
     def rows(name: str) -> list[list[str]]:
         return [x.split() for x in (text / name).read_text().splitlines() if not x.startswith("#")]
@@ -238,7 +254,11 @@ def to_binary(text: Path, binary: Path) -> None:
     lines = rows("images.txt")
     data = struct.pack("<Q", len(lines) // 2)
     for head, seen in zip(lines[::2], lines[1::2], strict=True):
-        data += struct.pack("<i7di", int(head[0]), *map(float, head[1:8]), int(head[8])) + head[9].encode() + b"\0"
+        data += (
+            struct.pack("<i7di", int(head[0]), *map(float, head[1:8]), int(head[8]))
+            + head[9].encode()
+            + b"\0"
+        )
         data += struct.pack("<Q", len(seen) // 3)
         for n in range(0, len(seen), 3):
             data += struct.pack("<2dq", float(seen[n]), float(seen[n + 1]), int(seen[n + 2]))
@@ -246,7 +266,9 @@ def to_binary(text: Path, binary: Path) -> None:
     points = rows("points3D.txt")
     data = struct.pack("<Q", len(points))
     for number, x, y, z, r, g, b, error, *track in points:
-        data += struct.pack("<Q3d3Bd", int(number), float(x), float(y), float(z), int(r), int(g), int(b), float(error))
+        data += struct.pack(
+            "<Q3d3Bd", int(number), float(x), float(y), float(z), int(r), int(g), int(b), float(error)
+        )
         data += struct.pack(f"<Q{len(track)}i", len(track) // 2, *map(int, track))
     (binary / "points3D.bin").write_bytes(data)
 
@@ -275,7 +297,9 @@ def pair_list(folder: Path) -> None:
     pairs = (("view0.png", "view1.png"), ("view1.png", "view2.png"))
     (inputs / "pairs.txt").write_text("".join(f"{a} {b} 0 0 {K} {K} {T}\n" for a, b in pairs))
     (folder / "out").mkdir()
-    quietly(prism, "eval", "pairs", "--data", inputs / "pairs.txt", "--method", "sift", "--out", folder / "out")
+    quietly(
+        prism, "eval", "pairs", "--data", inputs / "pairs.txt", "--method", "sift", "--out", folder / "out"
+    )
 
 
 def names_list(folder: Path) -> None:
@@ -294,7 +318,7 @@ def sequence(folder: Path) -> None:
 def localized(folder: Path) -> None:
     colmap_model(folder)
     inputs = folder / "in"
-    for name in ("text", "poses.txt", "localization.json"):
+    for name in ("text", "poses.txt", "localization.json", "stages.json"):
         target = inputs / name
         shutil.rmtree(target) if target.is_dir() else target.unlink()
     (inputs / "cameras.txt").write_text("q.png PINHOLE 160 120 150 150 80 60\n")
@@ -363,7 +387,7 @@ def training_photos(folder: Path) -> None:
 
 
 def bodies(folder: Path) -> None:
-    """Requests as clients send them: the first line is the Content-Type, then the body."""
+    """Requests as clients send them; of a form, the first line is the Content-Type."""
     import base64
 
     (folder / "in").mkdir()
@@ -373,16 +397,17 @@ def bodies(folder: Path) -> None:
         (folder / f"{name}.png").unlink()
     encoded = {f"image{n}": base64.b64encode(images[n]).decode() for n in (0, 1)}
     options = {"threshold": 0.1, "max_matches": 100, "rotate": "never", "geometry": "both", "details": True}
-    head = b"application/json\n"
-    (folder / "in" / "json.body").write_bytes(head + json.dumps({**encoded, **options}).encode())
-    (folder / "in" / "short.body").write_bytes(head + json.dumps(encoded).encode())
+    (folder / "in" / "all.json").write_text(json.dumps({**encoded, **options}))
+    (folder / "in" / "short.json").write_text(json.dumps(encoded))
     form = b""
     for n, image in enumerate(images):
         form += f'--edge\r\nContent-Disposition: form-data; name="image{n}"; filename="{n}.png"\r\n'.encode()
         form += b"Content-Type: image/png\r\n\r\n" + image + b"\r\n"
     for key, value in options.items():
         form += f'--edge\r\nContent-Disposition: form-data; name="{key}"\r\n\r\n{value}\r\n'.encode()
-    (folder / "in" / "form.body").write_bytes(b"multipart/form-data; boundary=edge\n" + form + b"--edge--\r\n")
+    (folder / "in" / "form.data").write_bytes(
+        b"multipart/form-data; boundary=edge\n" + form + b"--edge--\r\n"
+    )
 
 
 # ---- what reads them
@@ -451,12 +476,12 @@ def open_model(folder: Path, victim: Path) -> None:
     from prism_match.training.depth import choose_sources
 
     inputs = folder / "in"
-    model_folder = inputs / ("text" if victim.parent.name == "text" else "binary")
-    shown = open_shown(model_folder, inputs / "images", inputs / "poses.txt")
+    model_folder = inputs / ("text" if victim.parent.name == "text" else "sparse/0")
+    shown = open_shown(model_folder, None, inputs / "poses.txt")
     for n, view in enumerate(shown.model.views):
         choose_sources(shown.model, n, 4)
         view.camera.normalise(view.pixels)
-    world = open_map(model_folder, inputs / "images", None, 1000.0, None)
+    world = open_map(model_folder, None, None, 1000.0, None)
     for name in [v.name for v in shown.model.views][:2]:
         world.lift(name, np.full((4, 2), 20.0), np.ones(4))
         world.pose(name)
@@ -465,16 +490,25 @@ def open_model(folder: Path, victim: Path) -> None:
 
 
 def make_depth(folder: Path, victim: Path) -> None:
-    kind = "text" if victim.parent.name == "text" else "binary"
+    kind = "text" if victim.parent.name == "text" else "sparse/0"
     inputs = folder / "in"
-    prism("data", "depth", inputs / kind, "--images", inputs / "images", "-o", folder / "out", "--device", "cpu")
+    prism(
+        "data", "depth", inputs / kind, "--images", inputs / "images", "-o", folder / "out", "--device", "cpu"
+    )
 
 
 def add_to_database(folder: Path, victim: Path) -> None:
     """A copy, since the database is the output."""
     (folder / "out").mkdir()
     shutil.copy(victim, folder / "out" / "database.db")
-    prism("export", "colmap", folder / "other" / "matches.h5", "-o", folder / "out" / "database.db", "--overwrite")
+    prism(
+        "export",
+        "colmap",
+        folder / "other" / "matches.h5",
+        "-o",
+        folder / "out" / "database.db",
+        "--overwrite",
+    )
 
 
 def read_depth(_: Path, victim: Path) -> None:
@@ -491,8 +525,47 @@ def score_pairs(folder: Path, _: Path) -> None:
 def match_listed(folder: Path, victim: Path) -> None:
     inputs = folder / "in"
     pairs = inputs / "pairs.txt" if victim.name == "cameras.txt" else victim
-    words = ["--pairs", pairs, "--intrinsics", inputs / "cameras.txt", "--matches-only", "-o", folder / "out", *TINY]
+    words = [
+        "--pairs",
+        pairs,
+        "--intrinsics",
+        inputs / "cameras.txt",
+        "--matches-only",
+        "-o",
+        folder / "out",
+        *TINY,
+    ]
     prism("sfm", inputs / "images", *words)
+
+
+def map_photos(folder: Path, _: Path) -> None:
+    from prism_match.images import image_size
+    from prism_match.maps.cameras import CameraOptions, choose_cameras
+
+    photos = sorted((folder / "in").iterdir())
+    choose_cameras({p.name: (p, size) for p in photos if (size := image_size(p))}, CameraOptions())
+    prism(
+        "sfm",
+        folder / "in",
+        "--pairs",
+        "sequential",
+        "--window",
+        "1",
+        "--matches-only",
+        "-o",
+        folder / "out",
+        *TINY,
+    )
+
+
+def album(folder: Path) -> None:
+    """Photos that tell of their cameras."""
+    (folder / "in").mkdir()
+    exif = PIL.Image.Exif()
+    exif[0x0112], exif[0x010F], exif[0x0110] = 8, "maker", "model"
+    exif.get_ifd(0x8769).update({0xA405: 35, 0x920A: 4.2, 0xA20E: 2000.0, 0xA210: 3, 0xA002: 64, 0xA003: 48})
+    for n in range(3):
+        PIL.Image.fromarray(texture(n)).save(folder / "in" / f"{n}.jpg", exif=exif)
 
 
 def score_sequence(folder: Path, victim: Path) -> None:
@@ -502,9 +575,16 @@ def score_sequence(folder: Path, victim: Path) -> None:
 
 def localize(folder: Path, _: Path) -> None:
     inputs = folder / "in"
-    words = ["--images", inputs / "images", "--queries", inputs / "q.png", "--intrinsics", inputs / "cameras.txt"]
+    words = [
+        "--images",
+        inputs / "images",
+        "--queries",
+        inputs / "q.png",
+        "--intrinsics",
+        inputs / "cameras.txt",
+    ]
     words += ["--pair-list", inputs / "list.txt", "-o", folder / "out"]
-    prism("localize", "--map", inputs / "binary", *words, *TINY)
+    prism("localize", "--map", inputs / "sparse" / "0", *words, *TINY)
 
 
 def score_homographies(folder: Path, _: Path) -> None:
@@ -513,7 +593,9 @@ def score_homographies(folder: Path, _: Path) -> None:
 
 def score_indexed(folder: Path, victim: Path) -> None:
     if "megadepth" in victim.parts:
-        prism("eval", "megadepth1500", "--data", folder / "in" / "megadepth", "--method", "sift", "--size", "64")
+        prism(
+            "eval", "megadepth1500", "--data", folder / "in" / "megadepth", "--method", "sift", "--size", "64"
+        )
     else:
         prism("eval", "scannet1500", "--data", folder / "in" / "scannet", "--method", "sift")
 
@@ -550,7 +632,9 @@ def client() -> Any:
 
 def ask(_: Path, victim: Path) -> None:
     """Whatever comes, the server has an answer: a result or a sentence, and never that it failed."""
-    kind, _, body = victim.read_bytes().partition(b"\n")
+    kind, body = b"application/json", victim.read_bytes()
+    if victim.suffix != ".json":
+        kind, _, body = body.partition(b"\n")
     refused = ""
     for address in ("/v1/features", "/v1/match"):
         headers = {"content-type": "".join(map(chr, (c for c in kind[:200] if 32 <= c < 127)))}
@@ -572,19 +656,20 @@ TARGETS: dict[str, Target] = {
     "mask": Target(3, photos, use_mask),
     "matches": Target(12, matches, export_matches),
     "store": Target(8, store, export_matches),
-    "sfm that goes on": Target(4, begun_sfm, go_on_with_sfm, "out/**/*"),
+    "sfm that goes on": Target(4, begun_sfm, go_on_with_sfm, ("out/**/*",)),
     "weights": Target(7, weights, show_weights),
     "checkpoint": Target(5, checkpoints, convert),
     "model settings": Target(5, settings, show_settings),
     "training settings": Target(3, training_settings, read_training_settings),
-    "COLMAP model": Target(10, colmap_model, open_model, "in/*[!s]/*"),
-    "poses": Target(2, colmap_model, open_model, "in/*.*"),
-    "depth of a model": Target(1, colmap_model, make_depth, "in/*[!s]/*"),
+    "COLMAP model": Target(10, colmap_model, open_model, ("in/text/*", "in/sparse/0/*")),
+    "poses": Target(2, colmap_model, open_model, ("in/*.*",)),
+    "depth of a model": Target(1, colmap_model, make_depth, ("in/text/*", "in/sparse/0/*")),
     "database": Target(0.3, database, add_to_database),
     "depth map": Target(5, depth_maps, read_depth),
-    "pairs with poses": Target(4, pair_list, score_pairs, "in/pairs.txt"),
-    "eval that goes on": Target(2, pair_list, score_pairs, "out/pairs.jsonl"),
-    "pairs to match": Target(3, names_list, match_listed, "in/*.txt"),
+    "pairs with poses": Target(4, pair_list, score_pairs, ("in/pairs.txt",)),
+    "eval that goes on": Target(2, pair_list, score_pairs, ("out/pairs.jsonl",)),
+    "pairs to match": Target(3, names_list, match_listed, ("in/*.txt",)),
+    "photos to map": Target(4, album, map_photos),
     "RGB-D sequence": Target(4, sequence, score_sequence),
     "localization": Target(3, localized, localize),
     "homographies": Target(3, homographies, score_homographies),
@@ -638,7 +723,7 @@ def run_case(case: Case, corpus: Corpus, root: Path, most_mib: float, unharmed: 
     target, rng = TARGETS[case.target], Random(str(case))
     folder = root / "around" / "case"
     shutil.copytree(corpus.of(case.target), folder)
-    chosen = sorted(p for p in folder.glob(target.victims) if p.is_file())
+    chosen = sorted(p for g in target.victims for p in folder.glob(g) if p.is_file())
     victim = rng.choice(chosen)
     if not unharmed:
         victim.write_bytes(mutate(victim.read_bytes(), KINDS.get(victim.suffix, "bytes"), rng))
@@ -649,7 +734,11 @@ def run_case(case: Case, corpus: Corpus, root: Path, most_mib: float, unharmed: 
     os.chdir(folder)
     refused, failure = False, ""
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said), native_output() as native:
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(said),
+            native_output() as native,
+        ):
             logging.getLogger().handlers.clear()  # they hold the standard error of the case before
             try:
                 target.run(folder, victim)
@@ -661,8 +750,6 @@ def run_case(case: Case, corpus: Corpus, root: Path, most_mib: float, unharmed: 
                 refused = True
                 said.write(f"prism: {cli.one_line(error)}\n")
     except BaseException as error:
-        import traceback
-
         failure = "".join(traceback.format_exception(error)[-4:])
     finally:
         os.chdir(root.parent)
@@ -809,6 +896,8 @@ def run_forked(
             os.close(reader)
             try:
                 worker(left[:CASES_A_PROCESS], corpus, root, most_mib, writer)
+            except BaseException:  # the fault of this file
+                traceback.print_exc()
             finally:
                 os._exit(0)
         os.close(writer)
@@ -884,7 +973,9 @@ def main() -> None:
         results = done[target] - refused[target] - bad[target]
         print(f"{target:<22}{done[target]:>8}{results:>8}{refused[target]:>10}{bad[target]:>8}")
     seconds = time.monotonic() - start
-    print(f"{len(cases)} cases, {len(failures)} failed, {seconds:.0f} s; at most {args.seconds:g} s and {args.mib:g} MiB each")
+    print(
+        f"{len(cases)} cases, {len(failures)} failed, {seconds:.0f} s; at most {args.seconds:g} s and {args.mib:g} MiB each"
+    )
     sys.exit(1 if failures else 0)
 
 

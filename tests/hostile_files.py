@@ -80,7 +80,9 @@ def mutate_bytes(data: bytes, rng: Random) -> bytes:
         other = rng.randrange(size)
         return data[:at] + data[other : other + span] + data[at + span :]
     if way == 4:
-        return data[:at] + bytes([rng.choice((0, 1, 0x7F, 0x80, 0xFF)) for _ in range(span)]) + data[at + span :]
+        return (
+            data[:at] + bytes([rng.choice((0, 1, 0x7F, 0x80, 0xFF)) for _ in range(span)]) + data[at + span :]
+        )
     if way == 5:
         layout, bits = rng.choice((("H", 16), ("I", 32), ("Q", 64)))
         value = struct.pack(rng.choice("<>") + layout, rng.choice(NUMBERS) % 2**bits)
@@ -113,7 +115,7 @@ def mutate_text(data: bytes, rng: Random) -> bytes:
 def mutate_json(data: bytes, rng: Random) -> bytes:
     try:
         value = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return mutate_text(data, rng)
     if rng.random() < 0.3:
         return mutate_text(data, rng)
@@ -200,7 +202,9 @@ def _other_npy(data: bytes, rng: Random) -> bytes:
     """Another type or shape, or one that only its header has."""
     if rng.random() < 0.3:
         shape = rng.choice(((2**40,), (-1,), (2**31, 2**31), (0, 2), (1,) * 40, (2**27, 2)))
-        header = str({"descr": rng.choice(("<f4", "|O", "<U9", "<i8")), "fortran_order": False, "shape": shape})
+        header = str(
+            {"descr": rng.choice(("<f4", "|O", "<U9", "<i8")), "fortran_order": False, "shape": shape}
+        )
         padded = header.encode() + b" " * (-(len(header) + 11) % 64) + b"\n"
         return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(padded)) + padded + data[-64:]
     try:
@@ -262,7 +266,9 @@ def _other_h5(file: h5py.File, rng: Random) -> None:
         shape = rng.choice(((2**40,), (2**33, 5), (2**20, 2**10, 1)))
         file.create_dataset(name, shape, "f4", chunks=(1,) * len(shape))
     elif way == 4:
-        file[name] = rng.choice((h5py.SoftLink("/nowhere"), h5py.SoftLink("/"), h5py.ExternalLink("/etc/passwd", "/x")))
+        file[name] = rng.choice(
+            (h5py.SoftLink("/nowhere"), h5py.SoftLink("/"), h5py.ExternalLink("/etc/passwd", "/x"))
+        )
     elif way == 5:
         file.create_group(name)
     else:
@@ -285,7 +291,7 @@ def mutate_safetensors(data: bytes, rng: Random) -> bytes:
             header["__metadata__"][key] = inner.decode("utf-8", "replace")
         else:
             header = _other(header, rng)
-    except (ValueError, AttributeError, TypeError, KeyError, IndexError):
+    except (ValueError, AttributeError, TypeError, KeyError, IndexError, RecursionError):
         return mutate_bytes(data, rng)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -8,10 +8,14 @@ import io
 import json
 import os
 import pickle
+import re
 import secrets
+import shutil
+import socket
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -21,14 +25,16 @@ import numpy as np
 from prism_match.errors import UserError
 
 Parsed = TypeVar("Parsed")
+# The names of files and folders that are being written; SQLite adds to them.
+TEMPORARY = re.compile(r"\..*\.(?P<machine>[0-9a-f]{8})-(?P<process>\d{1,9})-[0-9a-f]{8}.*")
+_swept: set[Path] = set()  # folders that hold nothing of killed processes
 
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """A temporary name beside `path`; renamed to `path` if the block succeeds, removed if not."""
     path = Path(path)
-    # The suffix stays, since some writers choose the format by it.
-    temporary = path.with_name(f".{path.stem}-{secrets.token_hex(8)}{path.suffix}")
+    temporary = temporary_beside(path)
     try:
         # Readable by whom the umask allows, unlike what the module tempfile makes: to ask for the umask is
         # to set it, for all threads.
@@ -42,6 +48,50 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@cache
+def _machine() -> str:
+    """Where the numbers of processes mean the same: this machine, and this container on it."""
+    space = ""
+    with suppress(OSError):
+        space = os.readlink("/proc/self/ns/pid")
+    return hashlib.sha256(f"{socket.gethostname()} {space}".encode()).hexdigest()[:8]
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name that nobody else uses, which tells the process that does. What killed ones have left in the
+    folder is removed, once in the life of this one."""
+    folder = path.parent
+    if folder not in _swept:
+        _swept.add(folder)
+        remove_left_behind(folder)
+    mark = f"{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
+    # The suffix stays, since some writers choose the format by it.
+    return path.with_name(f".{path.stem}.{mark}{path.suffix}")
+
+
+def remove_left_behind(folder: Path) -> None:
+    """Temporary files and folders of processes of this machine that are no more."""
+    with suppress(OSError):  # a folder that cannot be read is told by whoever needs it
+        for entry in list(os.scandir(folder)):
+            found = TEMPORARY.fullmatch(entry.name)
+            if found is None or found["machine"] != _machine() or _is_running(int(found["process"])):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                Path(entry.path).unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it is someone else's
+        return True
+    return True
 
 
 @contextmanager

@@ -106,8 +106,7 @@ def read_image(path: Path) -> Image:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except UserError:
         raise
-    except (OSError, SyntaxError, ValueError, EOFError, MemoryError) as error:
-        # Pillow reports broken files in all of these ways.
+    except Exception as error:  # Pillow reports broken files in every way there is
         raise UserError(f"{path}: damaged image ({error})") from error
 
 
@@ -180,6 +179,14 @@ def read_header(path: Path) -> tuple[tuple[int, int] | None, int]:
         size = image.size
         orientation = image.getexif().get(ORIENTATION, 1)
     return size, orientation if orientation in range(2, 9) else 1
+
+
+def stored_size(path: Path) -> tuple[int, int]:
+    """Width, height as it is stored."""
+    size = read_header(path)[0]
+    if size is None:
+        raise UserError(f"{path}: cannot be read as an image")
+    return size
 
 
 def to_stored(

@@ -12,6 +12,7 @@ from typing import IO, Any
 import cv2
 import numpy as np
 
+from prism_match.config import parse_json
 from prism_match.errors import UserError
 from prism_match.files import atomic_path, checksum, load_arrays, read_dataset, reading
 from prism_match.geometry import Backend, Estimate, Model, estimate, spread_over
@@ -288,7 +289,7 @@ def _save_json(path: Path, m: Matches) -> None:
 
 
 def _load_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    return parse_json(path.read_text(encoding="utf-8"))
 
 
 def _save_csv(path: Path, m: Matches) -> None:

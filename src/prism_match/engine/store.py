@@ -22,6 +22,7 @@ from urllib.parse import quote, unquote
 import h5py
 import numpy as np
 
+from prism_match.config import parse_json
 from prism_match.engine.photos import Resize
 from prism_match.errors import UserError
 from prism_match.files import Lock, atomic_path, read_dataset, short_hash, writable_folder
@@ -192,7 +193,7 @@ class MatchStore(Mapping[Names, Matches]):
         """Takes note of what is in a file, unless its settings are not the wanted ones; its settings."""
         try:
             with h5py.File(path, "r") as file:
-                settings = json.loads(file.attrs["settings"])
+                settings = parse_json(file.attrs["settings"])
                 if wanted is not None and (settings != wanted or file.attrs["format"] != FORMAT):
                     return settings | {"format": int(file.attrs["format"])}
                 if file.attrs["format"] != FORMAT:

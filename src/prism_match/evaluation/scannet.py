@@ -35,7 +35,7 @@ def read_scannet(root: str | Path) -> list[PosePair]:
         poses = listed.get("rel_pose", [None] * len(rows))
         folder = root / "scannet_test_1500"
         return [make_pair(folder, row, known, pose) for row, pose in zip(rows, poses, strict=True)]
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:
         raise UserError(f"{root / 'test.npz'}: not an index of ScanNet pairs ({error})") from error
 
 

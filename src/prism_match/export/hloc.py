@@ -144,6 +144,8 @@ def _pairs(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, h5py.Group
                 unknown = [n for n in (first, second) if n not in full]
                 if unknown:
                     raise UserError(f"{path}: no image is called {unknown[0]} there")
+                if not isinstance(group, h5py.Group):
+                    raise UserError(f"{path}: not a file of hloc's matches ({first} and {second} have none)")
                 yield (full[first], full[second]), group
 
 

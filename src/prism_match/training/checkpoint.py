@@ -19,8 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from prism_match.config import ModelConfig
+from prism_match.config import ModelConfig, parse_json
 from prism_match.errors import UserError
+from prism_match.files import temporary_beside
 from prism_match.weights.hub import locate
 from prism_match.weights.store import joined, read_weights, shards, write_flushed, write_tensors
 
@@ -42,7 +43,7 @@ class Checkpoint:
 def save_checkpoint(run: Path, step: int, checkpoint: Checkpoint, shard_mib: float | None = None) -> Path:
     """Writes `run/step-...` and removes the ones before it. A UserError leaves those as they were."""
     folder = run / f"step-{step:08d}"
-    temporary = run / f".step-{step:08d}.{os.getpid()}.tmp"
+    temporary = temporary_beside(folder)
     try:
         temporary.mkdir(parents=True)
         for i, shard in enumerate(shards(checkpoint.tensors, shard_mib)):
@@ -77,7 +78,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
             raise UserError(f"{path}: no checkpoint here to resume from")
         path = found[-1]
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = parse_json((path / "state.json").read_text(encoding="utf-8"))
         if not isinstance(state, dict) or not state.keys() >= set(STATE):
             raise ValueError("state.json lacks what a checkpoint has")
         pieces: dict[str, Tensor] = {}
