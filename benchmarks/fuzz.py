@@ -7,8 +7,8 @@ python benchmarks/fuzz.py --case "weights:4711" --keep DIR one case again, its f
 A case is a seed: it chooses a target, a real file of it, and what is changed about it. The command of the
 target, or the function that it calls, must then end in a result or in one clear line, within --seconds and
 --mib; without a traceback, without the end of the process, without a file outside its output folder, and
-without a file that is half-written. Cases run in a forked process that has a tiny untrained model loaded; one
-that is killed, crashes or hangs is the failure of its case and the next one goes on. Exit code 1: some failed.
+without a file that is half-written. Cases run in a forked process that has everything imported; one that
+crashes it or hangs has failed, and the next one goes on in another. Exit code 1: some failed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,11 @@ from prism_match.config import PRESETS  # noqa: E402
 from prism_match.engine import MatchStore  # noqa: E402
 from prism_match.matches import Matches  # noqa: E402
 
-KINDS = {".png": "png", ".npz": "zip", ".pt": "zip", ".ckpt": "zip", ".h5": "h5", ".json": "json", ".jsonl": "text",
-         ".safetensors": "safetensors", ".txt": "text", ".toml": "text", ".csv": "text"}  # fmt: skip
+# How files are changed, by their suffixes; the others as mere bytes.
+KINDS = {
+    ".png": "png", ".npz": "zip", ".pt": "zip", ".ckpt": "zip", ".h5": "h5", ".json": "json", ".jsonl": "text",
+    ".safetensors": "safetensors", ".txt": "text", ".toml": "text", ".csv": "text",
+}  # fmt: skip
 TINY = ["--model-config", "tiny", "--size", "64", "--device", "cpu"]
 CASES_A_PROCESS = 250
 HARD_MIB = 4096  # of address space more than the process has at first: beyond it, allocations fail
@@ -64,8 +67,8 @@ HARD_MIB = 4096  # of address space more than the process has at first: beyond i
 
 @dataclass(frozen=True)
 class Target:
-    """What reads files. make: puts real ones into FOLDER/in (and FOLDER/out, where a run goes on); run: gets the
-    folder and the file that was changed. A command that fails leaves by SystemExit, a function by UserError."""
+    """What reads files. make: puts real ones into FOLDER/in (and FOLDER/out, where a run goes on); run: gets
+    that folder and the file that was changed. A command leaves by SystemExit, a function by UserError."""
 
     share: float  # of the cases, in relation to the others'
     make: Callable[[Path], None]
@@ -352,8 +355,8 @@ def indices(folder: Path) -> None:
     (folder / "in" / "megadepth" / "scene_info").mkdir()
     np.savez(
         folder / "in" / "megadepth" / "scene_info" / "0015_0.1_0.3.npz",
-        image_paths=paths, depth_paths=paths, intrinsics=objects([K, K, K, None]), poses=objects([*poses, None]),
-        pair_infos=info,
+        image_paths=paths, depth_paths=paths, intrinsics=objects([K, K, K, None]),
+        poses=objects([*poses, None]), pair_infos=info,
     )  # fmt: skip
     scan = folder / "in" / "scannet"
     for part in ("color", "pose"):
@@ -469,7 +472,7 @@ def read_training_settings(_: Path, victim: Path) -> None:
 
 
 def open_model(folder: Path, victim: Path) -> None:
-    """All that is done with a model but depth maps: who sees what, a map to localize in, a page that shows it."""
+    """All that is done with a model but depth maps: who sees what, a map to localize in, a page to see it."""
     from prism_match.export.nerf import write_transforms
     from prism_match.maps.landmarks import open_map
     from prism_match.maps.viewer import open_shown
@@ -974,7 +977,7 @@ def main() -> None:
         print(f"{target:<22}{done[target]:>8}{results:>8}{refused[target]:>10}{bad[target]:>8}")
     seconds = time.monotonic() - start
     print(
-        f"{len(cases)} cases, {len(failures)} failed, {seconds:.0f} s; at most {args.seconds:g} s and {args.mib:g} MiB each"
+        f"{len(cases)} cases, {len(failures)} failed, {seconds:.0f} s; limits {args.seconds:g} s, {args.mib:g} MiB"
     )
     sys.exit(1 if failures else 0)
 

@@ -55,8 +55,8 @@ TINY = ["--model-config", "tiny", "--size", "64", "--device", "cpu"]
 
 @dataclass(frozen=True)
 class Job:
-    """A command. prepare: makes FOLDER/in; words: what comes after `prism` when it starts in FOLDER, where OUT may
-    hold what a killed run has left; patch: is called in the new process before the command."""
+    """A command. prepare: makes FOLDER/in; words: what comes after `prism` when it starts in FOLDER, where `out`
+    may hold what a killed run has left; patch: is called in the new process before the command."""
 
     prepare: Callable[[Path], None]
     words: Callable[[Path], list[str]]

@@ -50,6 +50,76 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+class _Sink(io.RawIOBase):
+    """A file for HDF5, which can crash where it cannot write when it is closed. So it is never told that the
+    disk is full, and whoever has opened it asks for that instead."""
+
+    def __init__(self, path: Path):
+        self.file = path.open("r+b", buffering=0)
+        self.error: OSError | None = None
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self.file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        count = self.file.readinto(buffer) or 0
+        if self.error is not None:  # what could not be written is not there to be read
+            buffer[count:] = bytes(len(buffer) - count)
+            return len(buffer)
+        return count
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
+        with self._noting():
+            while len(rest):
+                rest = rest[self.file.write(rest) :]
+        return len(data)
+
+    def truncate(self, size: int | None = None) -> int:
+        with self._noting():
+            self.file.truncate(size)
+        return size or 0
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        if self.error is None:
+            try:
+                yield
+            except OSError as error:
+                self.error = error
+        else:
+            with suppress(OSError):
+                yield
+
+
+@contextmanager
+def new_h5(path: Path, **options: Any) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
+    """An HDF5 file that will be at `path` whole or not at all, and a function that raises an error if the
+    disk is full, for those who write so much that they would rather know before the end."""
+    with atomic_path(path) as temporary, into_h5(temporary, **options) as opened:
+        yield opened
+
+
+@contextmanager
+def into_h5(path: Path, **options: Any) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
+    """The same for a file that is there, such as one of `atomic_path`. OSError if it cannot be written."""
+    sink = _Sink(path)
+    with sink.file:
+        with h5py.File(sink, "w", **options) as file:
+            yield file, sink.check
+        sink.check()
+
+
 @cache
 def _machine() -> str:
     """Where the numbers of processes mean the same: this machine, and this container on it."""

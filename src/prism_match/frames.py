@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, read_dataset
+from prism_match.files import new_h5, read_dataset
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def write_depth(path: Path | str, depth: np.ndarray) -> None:
     # 11 bits of mantissa are a step of 0.05 %, finer than any depth here; the zeros after them compress.
     bits = np.ascontiguousarray(depth, np.float32).view(np.uint32)
     depth = ((bits + 0x800) & np.uint32(0xFFFFF000)).view(np.float32)
-    with atomic_path(path) as temporary, h5py.File(temporary, "w") as f:
+    with new_h5(path) as (f, _):
         f.create_dataset("depth", data=depth, compression="gzip", shuffle=True)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from prism_match.config import parse_json
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, checksum, load_arrays, read_dataset, reading
+from prism_match.files import atomic_path, checksum, into_h5, load_arrays, read_dataset, reading
 from prism_match.geometry import Backend, Estimate, Model, estimate, spread_over
 from prism_match.images import Image, ImageLike, load_image, write_png
 
@@ -314,9 +314,7 @@ def _load_csv(path: Path) -> dict[str, Any]:
 
 
 def _save_h5(path: Path, m: Matches) -> None:
-    import h5py
-
-    with h5py.File(path, "w") as file:
+    with into_h5(path) as (file, _):
         for key, value in _to_arrays(m).items():
             if value.dtype.kind == "U":
                 file.attrs[key] = str(value)

@@ -25,7 +25,7 @@ import numpy as np
 from prism_match.config import parse_json
 from prism_match.engine.photos import Resize
 from prism_match.errors import UserError
-from prism_match.files import Lock, atomic_path, read_dataset, short_hash, writable_folder
+from prism_match.files import Lock, new_h5, read_dataset, short_hash, writable_folder
 from prism_match.matches import Matches
 
 FORMAT = 2
@@ -200,6 +200,8 @@ class MatchStore(Mapping[Names, Matches]):
                     raise ValueError(f"of format {file.attrs['format']}; match again")
                 names = [_text(x) for x in read_dataset(file["images"])]
                 sizes, digests = (read_dataset(file[key]) for key in ("sizes", "digests"))
+                if sizes.shape != (len(names), 2) or not np.issubdtype(sizes.dtype, np.integer):
+                    raise ValueError("the sizes of its images are none")
                 pairs = [
                     (unquote(first), unquote(second))
                     for first, group in file["pairs"].items()
@@ -232,7 +234,7 @@ def _write(
     images: dict[str, ImageEntry],
     found: Iterable[tuple[Names, Matches]],
 ) -> None:
-    with atomic_path(path) as temporary, h5py.File(temporary, "w", libver=LAYOUT) as file:
+    with new_h5(path, libver=LAYOUT) as (file, check):
         file.attrs["format"], file.attrs["settings"] = FORMAT, json.dumps(settings, sort_keys=True)
         _save(file, "sizes", np.array([i.size for i in images.values()], np.int64).reshape(-1, 2))
         _save(file, "images", _fixed_text(list(images)))
@@ -242,6 +244,7 @@ def _write(
         for names, m in found:
             table = np.concatenate([m.keypoints0, m.keypoints1, m.scores[:, None]], axis=1)
             _save(file, group_name("pairs", names), table.astype(np.float32))
+            check()
             count += 1
         file.attrs["pairs"] = count
 

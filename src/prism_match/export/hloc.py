@@ -19,7 +19,7 @@ import numpy as np
 
 from prism_match.engine.store import MatchStore, Names, is_store
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, read_dataset, reading, writable_folder
+from prism_match.files import atomic_path, new_h5, read_dataset, reading, writable_folder
 from prism_match.maps.tracks import IndexedMatches, TrackOptions, share_keypoints
 from prism_match.matches import Matches
 
@@ -47,7 +47,7 @@ def pair_key(name0: str, name1: str) -> str:
 
 
 def write_features(path: Path, features: Mapping[str, HlocKeypoints]) -> None:
-    with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
+    with new_h5(path) as (file, _):
         for name, one in features.items():
             group = file.create_group(name)
             _put(group, keypoints=one.keypoints, scores=one.scores)
@@ -85,7 +85,7 @@ def write_matches(
 ) -> None:
     """counts: how many key points each image has. dense: for the same pairs or others."""
     full_names({name for names in sparse for name in names})
-    with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
+    with new_h5(path) as (file, _):
         for names, matches in sparse.items():
             group = file.require_group(pair_key(*names))
             matches0 = np.full(counts[names[0]], -1, np.int32)

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from prism_match.engine.features import FeatureCache, arrange
 from prism_match.engine.store import Names, group_name
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, read_dataset
+from prism_match.files import new_h5, read_dataset
 from prism_match.images import image_size, load_image
 from prism_match.matches import Matches
 from prism_match.polish import local_affine, polish
@@ -343,7 +343,7 @@ def strongest_of_track(shared: SharedKeypoints, strength: np.ndarray) -> np.ndar
 
 def save_tracks(path: Path, shared: SharedKeypoints, colours: dict[str, np.ndarray] | None = None) -> None:
     """To an .h5 file; colours: k 3, uint8, of the keypoints of each image, where they are known."""
-    with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
+    with new_h5(path) as (file, _):
         for name, points in shared.keypoints.items():
             group = file.create_group(f"keypoints/{quote(name, safe=' ')}")
             group["xy"], group["scores"] = points.xy, points.scores

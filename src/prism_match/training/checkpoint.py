@@ -8,6 +8,7 @@ that name is always whole. Nothing is pickled.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -25,7 +26,15 @@ from prism_match.files import temporary_beside
 from prism_match.weights.hub import locate
 from prism_match.weights.store import joined, read_weights, shards, write_flushed, write_tensors
 
-STATE = ("step", "pairs", "elapsed", "skipped", "model", "training")  # what state.json holds
+# What state.json holds.
+STATE: dict[str, Any] = {
+    "step": int,
+    "pairs": int,
+    "elapsed": (int, float),
+    "skipped": int,
+    "model": dict,
+    "training": dict,
+}
 
 
 @dataclass(frozen=True)
@@ -79,8 +88,15 @@ def load_checkpoint(path: Path) -> Checkpoint:
         path = found[-1]
     try:
         state = parse_json((path / "state.json").read_text(encoding="utf-8"))
-        if not isinstance(state, dict) or not state.keys() >= set(STATE):
+        if not isinstance(state, dict) or not state.keys() >= STATE.keys():
             raise ValueError("state.json lacks what a checkpoint has")
+        for key, kind in STATE.items():
+            if (
+                not isinstance(state[key], kind)
+                or state[key] in (math.inf, -math.inf)
+                or state[key] != state[key]
+            ):
+                raise ValueError(f"{key} in state.json is {state[key]!r:.40}")
         pieces: dict[str, Tensor] = {}
         for file in sorted(path.glob("*.safetensors")):
             pieces.update(load_file(file))
