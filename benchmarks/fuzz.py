@@ -57,8 +57,8 @@ from prism_match.matches import Matches  # noqa: E402
 
 # How files are changed, by their suffixes; the others as mere bytes.
 KINDS = {
-    ".png": "png", ".npz": "zip", ".pt": "zip", ".ckpt": "zip", ".h5": "h5", ".json": "json", ".jsonl": "text",
-    ".safetensors": "safetensors", ".txt": "text", ".toml": "text", ".csv": "text",
+    ".png": "png", ".npz": "zip", ".pt": "zip", ".ckpt": "zip", ".h5": "h5", ".json": "json",
+    ".jsonl": "text", ".safetensors": "safetensors", ".txt": "text", ".toml": "text", ".csv": "text",
 }  # fmt: skip
 TINY = ["--model-config", "tiny", "--size", "64", "--device", "cpu"]
 CASES_A_PROCESS = 250
@@ -756,8 +756,6 @@ def run_case(case: Case, corpus: Corpus, root: Path, most_mib: float, unharmed: 
         failure = "".join(traceback.format_exception(error)[-4:])
     finally:
         os.chdir(root.parent)
-    global LAST
-    LAST = said.getvalue()
     lines = said.getvalue().splitlines()
     if "Traceback" in said.getvalue() or "Traceback" in native():
         failure = failure or f"a traceback: {said.getvalue()[-1500:]}{native()[-1500:]}"
@@ -938,6 +936,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="seed")
     parser.add_argument("--target", help="only cases of this one")
+    parser.add_argument("--without", action="append", default=[], help="leave out this target; several")
     parser.add_argument("--case", help="TARGET:SEED, as a failure is printed")
     parser.add_argument("--keep", type=Path, help="with --case: a new folder for its files")
     parser.add_argument("--seconds", type=float, default=30.0, help="of a case, at most")
@@ -951,6 +950,7 @@ def main() -> None:
         cases = [Case(args.target, seed) for seed in range(args.first, args.first + args.cases)]
     else:
         cases = [case_of(seed) for seed in range(args.first, args.first + args.cases)]
+        cases = [case for case in cases if case.target not in args.without]
     print(f"seeds {cases[0].seed} to {cases[-1].seed}", flush=True)
     start = time.monotonic()
     done, refused, failures = Counter[str](), Counter[str](), []
@@ -976,9 +976,8 @@ def main() -> None:
         results = done[target] - refused[target] - bad[target]
         print(f"{target:<22}{done[target]:>8}{results:>8}{refused[target]:>10}{bad[target]:>8}")
     seconds = time.monotonic() - start
-    print(
-        f"{len(cases)} cases, {len(failures)} failed, {seconds:.0f} s; limits {args.seconds:g} s, {args.mib:g} MiB"
-    )
+    limits = f"limits {args.seconds:g} s, {args.mib:g} MiB"
+    print(f"{len(cases)} cases, {len(failures)} failed, {seconds:.0f} s; {limits}")
     sys.exit(1 if failures else 0)
 
 

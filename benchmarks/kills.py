@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import http.client
-import io
 import json
 import os
 import re
@@ -55,8 +54,8 @@ TINY = ["--model-config", "tiny", "--size", "64", "--device", "cpu"]
 
 @dataclass(frozen=True)
 class Job:
-    """A command. prepare: makes FOLDER/in; words: what comes after `prism` when it starts in FOLDER, where `out`
-    may hold what a killed run has left; patch: is called in the new process before the command."""
+    """A command. prepare: makes FOLDER/in; words: what comes after `prism` when it starts in FOLDER, where
+    `out` may hold what a killed run has left; patch: is called in the new process before the command."""
 
     prepare: Callable[[Path], None]
     words: Callable[[Path], list[str]]
@@ -455,7 +454,6 @@ def import_all() -> None:
     import prism_match.training.trainer  # noqa: F401
 
     cv2.setNumThreads(0)
-    io.StringIO()
 
 
 def main() -> None:
