@@ -695,8 +695,8 @@ class Case:
         return f"{self.target}:{self.seed}"
 
 
-def case_of(seed: int) -> Case:
-    return Case(Random(seed).choices(list(TARGETS), [t.share for t in TARGETS.values()])[0], seed)
+def case_of(seed: int, targets: dict[str, Target]) -> Case:
+    return Case(Random(seed).choices(list(targets), [t.share for t in targets.values()])[0], seed)
 
 
 class Corpus:
@@ -935,8 +935,7 @@ def main() -> None:
     )
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="seed")
-    parser.add_argument("--target", help="only cases of this one")
-    parser.add_argument("--without", action="append", default=[], help="leave out this target; several")
+    parser.add_argument("--target", action="append", help="only cases of this one; several [all]")
     parser.add_argument("--case", help="TARGET:SEED, as a failure is printed")
     parser.add_argument("--keep", type=Path, help="with --case: a new folder for its files")
     parser.add_argument("--seconds", type=float, default=30.0, help="of a case, at most")
@@ -946,11 +945,9 @@ def main() -> None:
     if args.case:
         target, _, seed = args.case.rpartition(":")
         cases = [Case(target, int(seed))]
-    elif args.target:
-        cases = [Case(args.target, seed) for seed in range(args.first, args.first + args.cases)]
     else:
-        cases = [case_of(seed) for seed in range(args.first, args.first + args.cases)]
-        cases = [case for case in cases if case.target not in args.without]
+        targets = {name: t for name, t in TARGETS.items() if not args.target or name in args.target}
+        cases = [case_of(seed, targets) for seed in range(args.first, args.first + args.cases)]
     print(f"seeds {cases[0].seed} to {cases[-1].seed}", flush=True)
     start = time.monotonic()
     done, refused, failures = Counter[str](), Counter[str](), []

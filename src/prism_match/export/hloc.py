@@ -107,9 +107,9 @@ def _put(group: h5py.Group, **arrays: np.ndarray) -> None:
 def read_sparse_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, IndexedMatches]]:
     """names: of the images, since those in the file have lost their folders."""
     for pair, group in _pairs(path, names):
-        if "matches0" not in group:
-            continue
         with reading(path, "a file of hloc's matches"):
+            if "matches0" not in group:
+                continue
             matches0 = read_dataset(group["matches0"])
             rows = np.flatnonzero(matches0 >= 0)
             scores = as_floats(group["matching_scores0"])[rows]
@@ -118,10 +118,11 @@ def read_sparse_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Name
 
 def read_dense_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, DenseMatches]]:
     for pair, group in _pairs(path, names):
-        if "keypoints0" in group:
-            with reading(path, "a file of hloc's matches"):
-                arrays = [as_floats(group[k]) for k in ("keypoints0", "keypoints1", "scores")]
-            yield pair, DenseMatches(*arrays)
+        with reading(path, "a file of hloc's matches"):
+            if "keypoints0" not in group:
+                continue
+            arrays = [as_floats(group[k]) for k in ("keypoints0", "keypoints1", "scores")]
+        yield pair, DenseMatches(*arrays)
 
 
 def full_names(names: Iterable[str]) -> dict[str, str]:
@@ -137,16 +138,16 @@ def full_names(names: Iterable[str]) -> dict[str, str]:
 def _pairs(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, h5py.Group]]:
     full = full_names(names)
     with _opened(path) as file:
-        for first, seconds in file.items():
-            if not isinstance(seconds, h5py.Group):
-                raise UserError(f"{path}: not a file of hloc's matches (no pairs of images in it)")
-            for second, group in seconds.items():
-                unknown = [n for n in (first, second) if n not in full]
-                if unknown:
-                    raise UserError(f"{path}: no image is called {unknown[0]} there")
-                if not isinstance(group, h5py.Group):
-                    raise UserError(f"{path}: not a file of hloc's matches ({first} and {second} have none)")
-                yield (full[first], full[second]), group
+        with reading(path, "a file of hloc's matches"):
+            found = [(first, second) for first in file for second in file[first]]
+            for first, second in found:
+                if not isinstance(file[first][second], h5py.Group):
+                    raise UserError(f"not a file of hloc's matches ({first} and {second} have none)")
+        for first, second in found:
+            unknown = [n for n in (first, second) if n not in full]
+            if unknown:
+                raise UserError(f"{path}: no image is called {unknown[0]} there")
+            yield (full[first], full[second]), file[first][second]
 
 
 def _opened(path: Path) -> h5py.File:
