@@ -957,14 +957,15 @@ def main() -> None:
             outcome = run_case(cases[0], corpus, args.keep.resolve(), args.mib)
             print(f"{cases[0]}: {outcome}")
             sys.exit(1 if outcome.failure else 0)
-        for case, outcome in run_forked(cases, corpus, Path(name) / "cases", args.seconds, args.mib):
-            done[case.target] += 1
-            refused[case.target] += outcome.refused
-            if outcome.failure:
-                failures.append(case)
-                print(f"FAILED {case}: {outcome.failure}", flush=True)
-            if sum(done.values()) % 1000 == 0:
-                print(f"{sum(done.values())} cases, {time.monotonic() - start:.0f} s", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):  # then what was done is told
+            for case, outcome in run_forked(cases, corpus, Path(name) / "cases", args.seconds, args.mib):
+                done[case.target] += 1
+                refused[case.target] += outcome.refused
+                if outcome.failure:
+                    failures.append(case)
+                    print(f"FAILED {case}: {outcome.failure}", flush=True)
+                if sum(done.values()) % 1000 == 0:
+                    print(f"{sum(done.values())} cases, {time.monotonic() - start:.0f} s", flush=True)
     if scene.cache_info().currsize:
         shutil.rmtree(scene().root.parent)
     print(f"\n{'target':<22}{'cases':>8}{'result':>8}{'one line':>10}{'failed':>8}")
@@ -974,7 +975,7 @@ def main() -> None:
         print(f"{target:<22}{done[target]:>8}{results:>8}{refused[target]:>10}{bad[target]:>8}")
     seconds = time.monotonic() - start
     limits = f"limits {args.seconds:g} s, {args.mib:g} MiB"
-    print(f"{len(cases)} cases, {len(failures)} failed, {seconds:.0f} s; {limits}")
+    print(f"{sum(done.values())} cases, {len(failures)} failed, {seconds:.0f} s; {limits}")
     sys.exit(1 if failures else 0)
 
 
