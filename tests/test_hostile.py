@@ -40,6 +40,8 @@ from prism_match.training.checkpoint import Checkpoint, load_checkpoint, save_ch
 from prism_match.training.data.photos import PhotoStore
 from prism_match.weights import weights_info
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).parents[1]
 DEEP = "[" * 100_000
 
