@@ -48,7 +48,7 @@ from prism_match import cli  # noqa: E402
 from prism_match.engine import MatchStore  # noqa: E402
 from prism_match.matches import Matches  # noqa: E402
 
-MOST_SECONDS = 240.0  # of a run that nobody kills
+MOST_SECONDS = 900.0  # of a run that nobody kills
 TINY = ["--model-config", "tiny", "--size", "64", "--device", "cpu"]
 
 
