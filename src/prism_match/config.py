@@ -22,6 +22,11 @@ Mapper = Literal["incremental", "global"]
 Projection = Literal["auto", "plane", "cylindrical", "spherical"]  # of a panorama
 AlignModel = Literal["similarity", "homography", "warp"]  # from one picture to another, the simplest first
 
+# Of a model; several times what anyone has trained.
+WIDEST = 4096  # channels
+MOST_LAYERS = 64
+WIDEST_WINDOW = 31
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -53,6 +58,16 @@ class ModelConfig:
     fine_heads: int = 4
 
     def __post_init__(self) -> None:
+        for name in ("stage_dims", "levels"):
+            values = getattr(self, name)
+            if not values or any(isinstance(n, bool) or not isinstance(n, int) for n in values):
+                raise ValueError(f"{name} must be whole numbers, not {values!r}")
+        if len(self.stage_dims) != 3:
+            raise ValueError(f"stage_dims must be three numbers, not {self.stage_dims!r}")
+        # A file of weights brings its settings along: what they ask for is made before its tensors are seen.
+        for dim in (*self.stage_dims, self.coarse_dim, self.fine_dim):
+            if not 1 <= dim <= WIDEST:
+                raise ValueError(f"a layer has 1 to {WIDEST} channels, not {dim}")
         for name, kind in get_type_hints(type(self)).items():
             value, choices = getattr(self, name), get_args(kind)
             if choices and all(isinstance(c, str) for c in choices) and value not in choices:
@@ -61,12 +76,14 @@ class ModelConfig:
             # Each head needs pairs of channels for the rotation; 2-D sinusoids come in fours.
             if heads < 1 or dim % (2 * heads) or dim % 4:
                 raise ValueError(f"{dim} channels cannot be split into {heads} heads of even width")
-        if self.layers < 1:
-            raise ValueError(f"layers must be at least 1, not {self.layers}")
+        if not 1 <= self.layers <= MOST_LAYERS:
+            raise ValueError(f"there must be 1 to {MOST_LAYERS} layers, not {self.layers}")
         if self.levels[-1:] != (1,) or any(r not in (1, 2, 4) for r in self.levels):
             raise ValueError(f"levels must be taken from 4, 2 and 1 and end with 1, not {self.levels}")
-        if self.window < 3 or self.window % 2 == 0:
-            raise ValueError(f"window must be odd and at least 3, not {self.window}")
+        if not 3 <= self.window <= WIDEST_WINDOW or self.window % 2 == 0:
+            raise ValueError(f"window must be odd and from 3 to {WIDEST_WINDOW}, not {self.window}")
+        if len(self.levels) > 3 or not 0 <= self.border <= WIDEST:
+            raise ValueError("there are at most 3 levels, and a border is at least 0")
         for name in ("theta_p", "theta_c"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
@@ -105,7 +122,9 @@ PRESETS: dict[str, ModelConfig] = {
 
 def checked(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     """`values` with tuples for lists. ValueError if one has no default, or is not of the default's type."""
-    unknown = sorted(set(values) - set(defaults))
+    if not isinstance(values, dict):
+        raise ValueError("settings must be a table of names and values")
+    unknown = sorted(map(str, set(values) - set(defaults)))
     if unknown:
         raise ValueError(f"unknown settings: {', '.join(unknown)}")
     good: dict[str, Any] = {}
@@ -127,9 +146,9 @@ def load_model_config(name_or_file: str | Path) -> ModelConfig:
         return path
     try:
         text = path.read_text(encoding="utf-8")
-        values = parse_toml(text) if path.suffix == ".toml" else json.loads(text)
+        values = parse_toml(text) if path.suffix == ".toml" else parse_json(text)
         return ModelConfig.from_dict(values)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: {error}") from error
 
 
@@ -143,9 +162,20 @@ def preset_or_file(name_or_file: str | Path, presets: dict[str, Settings]) -> Se
     return path
 
 
+def parse_json(text: str | bytes) -> Any:
+    """ValueError for whatever is no JSON, or is nested so deeply that it is a trap."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
 def parse_toml(text: str) -> dict[str, Any]:
     try:
         import tomllib
     except ImportError:  # Python 3.10
         import tomli as tomllib  # type: ignore[import-not-found,no-redef]
-    return tomllib.loads(text)
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error

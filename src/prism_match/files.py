@@ -8,26 +8,33 @@ import io
 import json
 import os
 import pickle
+import re
 import secrets
+import shutil
+import socket
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import h5py
 import numpy as np
 
 from prism_match.errors import UserError
 
 Parsed = TypeVar("Parsed")
+# The names of files and folders that are being written; SQLite adds to them.
+TEMPORARY = re.compile(r"\..*\.(?P<machine>[0-9a-f]{8})-(?P<process>\d{1,9})-[0-9a-f]{8}.*")
+_swept: set[Path] = set()  # folders that hold nothing of killed processes
 
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """A temporary name beside `path`; renamed to `path` if the block succeeds, removed if not."""
     path = Path(path)
-    # The suffix stays, since some writers choose the format by it.
-    temporary = path.with_name(f".{path.stem}-{secrets.token_hex(8)}{path.suffix}")
+    temporary = temporary_beside(path)
     try:
         # Readable by whom the umask allows, unlike what the module tempfile makes: to ask for the umask is
         # to set it, for all threads.
@@ -41,6 +48,120 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+class _Sink(io.RawIOBase):
+    """A file for HDF5, which can crash where it cannot write when it is closed. So it is never told that the
+    disk is full, and whoever has opened it asks for that instead."""
+
+    def __init__(self, path: Path):
+        self.file = path.open("r+b", buffering=0)
+        self.error: OSError | None = None
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self.file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        count = self.file.readinto(buffer) or 0
+        if self.error is not None:  # what could not be written is not there to be read
+            buffer[count:] = bytes(len(buffer) - count)
+            return len(buffer)
+        return count
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
+        with self._noting():
+            while len(rest):
+                rest = rest[self.file.write(rest) :]
+        return len(data)
+
+    def truncate(self, size: int | None = None) -> int:
+        with self._noting():
+            self.file.truncate(size)
+        return size or 0
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        if self.error is None:
+            try:
+                yield
+            except OSError as error:
+                self.error = error
+        else:
+            with suppress(OSError):
+                yield
+
+
+@contextmanager
+def new_h5(path: Path, **options: Any) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
+    """An HDF5 file that will be at `path` whole or not at all, and a function that raises an error if the
+    disk is full, for those who write so much that they would rather know before the end."""
+    with atomic_path(path) as temporary, into_h5(temporary, **options) as opened:
+        yield opened
+
+
+@contextmanager
+def into_h5(path: Path, **options: Any) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
+    """The same for a file that is there, such as one of `atomic_path`. OSError if it cannot be written."""
+    sink = _Sink(path)
+    with sink.file:
+        with h5py.File(sink, "w", **options) as file:
+            yield file, sink.check
+        sink.check()
+
+
+@cache
+def _machine() -> str:
+    """Where the numbers of processes mean the same: this machine, and this container on it."""
+    space = ""
+    with suppress(OSError):
+        space = os.readlink("/proc/self/ns/pid")
+    return hashlib.sha256(f"{socket.gethostname()} {space}".encode()).hexdigest()[:8]
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name that nobody else uses, which tells the process that does. What killed ones have left in the
+    folder is removed, once in the life of this one."""
+    folder = path.parent
+    if folder not in _swept:
+        _swept.add(folder)
+        remove_left_behind(folder)
+    mark = f"{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
+    # The suffix stays, since some writers choose the format by it.
+    return path.with_name(f".{path.stem}.{mark}{path.suffix}")
+
+
+def remove_left_behind(folder: Path) -> None:
+    """Temporary files and folders of processes of this machine that are no more."""
+    with suppress(OSError):  # a folder that cannot be read is told by whoever needs it
+        for entry in list(os.scandir(folder)):
+            found = TEMPORARY.fullmatch(entry.name)
+            if found is None or found["machine"] != _machine() or _is_running(int(found["process"])):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                Path(entry.path).unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it is someone else's
+        return True
+    return True
 
 
 @contextmanager
@@ -172,6 +293,37 @@ def _take(file: IO[str]) -> bool:
     return True
 
 
+LARGEST_ARRAY = 2**31  # bytes; what claims more, be it in a file of a kilobyte, is not ours
+
+
+def read_dataset(item: Any) -> np.ndarray:
+    """All of a data set of HDF5. ValueError for a group, and for what has more bytes than any of ours: a file
+    need not hold what it claims to."""
+    if not isinstance(item, h5py.Dataset):
+        raise ValueError("it holds something else where an array should be")
+    if item.nbytes > LARGEST_ARRAY:
+        raise ValueError(f"it claims an array of {item.nbytes / 2**30:.0f} GiB")
+    return np.asarray(item[()])
+
+
+def load_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Of an .npz file. ValueError or OSError if it is none, or unpacks to more than any of ours."""
+    try:
+        _check_unpacked(path)
+        with np.load(path, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except OSError:
+        raise
+    except Exception as error:  # damaged archives fail in every way there is
+        raise ValueError(f"not an archive of arrays ({error})") from error
+
+
+def _check_unpacked(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        if sum(entry.file_size for entry in archive.infolist()) > LARGEST_ARRAY:
+            raise ValueError("it unpacks to more than it can be meant to")
+
+
 class _ArraysOnly(pickle.Unpickler):
     """Unpickles arrays, numbers, strings and containers of them; whatever else a file asks for, it refuses.
     A pickle can otherwise run any program when it is read."""
@@ -196,11 +348,14 @@ def load_object_arrays(path: Path, keys: Sequence[str]) -> list[np.ndarray]:
     Raises ValueError, OSError or KeyError for anything else."""
     arrays = []
     try:
+        _check_unpacked(path)
         with zipfile.ZipFile(path) as archive:
             for key in keys:
                 with archive.open(f"{key}.npy") as entry:
                     arrays.append(_read_array(io.BytesIO(entry.read())))
-    except (pickle.UnpicklingError, zipfile.BadZipFile, EOFError, AttributeError, ImportError) as error:
+    except (OSError, KeyError):
+        raise
+    except Exception as error:  # damaged archives and pickles fail in every way there is
         raise ValueError(str(error)) from error
     return arrays
 

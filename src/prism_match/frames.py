@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 
 from prism_match.errors import UserError
-from prism_match.files import atomic_path
+from prism_match.files import new_h5, read_dataset
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +72,13 @@ def read_depth(path: Path | str, per_metre: float = 1000.0) -> np.ndarray:
     try:
         if path.suffix == ".h5":
             with h5py.File(path, "r") as f:
-                depth = np.asarray(f["depth"], dtype=np.float32)
+                depth = read_dataset(f["depth"]).astype(np.float32)
         else:
             raw = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
             if raw is None:
                 raise ValueError("not a depth image")
             depth = raw.astype(np.float32) / np.float32(per_metre)
-    except (OSError, KeyError, ValueError) as e:
+    except (OSError, KeyError, ValueError, RuntimeError, MemoryError, cv2.error) as e:
         raise UserError(f"{path}: no depth map can be read from it ({e})") from e
     if depth.ndim != 2 or depth.size == 0:
         raise UserError(f"{path}: depth map of shape {depth.shape}, expected height x width")
@@ -96,7 +96,7 @@ def write_depth(path: Path | str, depth: np.ndarray) -> None:
     # 11 bits of mantissa are a step of 0.05 %, finer than any depth here; the zeros after them compress.
     bits = np.ascontiguousarray(depth, np.float32).view(np.uint32)
     depth = ((bits + 0x800) & np.uint32(0xFFFFF000)).view(np.float32)
-    with atomic_path(path) as temporary, h5py.File(temporary, "w") as f:
+    with new_h5(path) as (f, _):
         f.create_dataset("depth", data=depth, compression="gzip", shuffle=True)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -24,6 +26,9 @@ ImageLike: TypeAlias = "str | os.PathLike[str] | PIL.Image.Image | np.ndarray | 
 
 SMALLEST = 32  # pixels a side
 ORIENTATION = 0x0112  # the EXIF tag
+# Pillow knows many more, some of which start other programs.
+FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "TIFF", "BMP", "PPM", "GIF", "JPEG2000", "AVIF")
+_pillow = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,8 @@ def read_image(path: Path) -> Image:
     if path.stat().st_size == 0:
         raise UserError(f"{path}: the file is empty")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
-            with PIL.Image.open(path) as opened:
-                return decode(opened, str(path))
+        with quiet_pillow(), PIL.Image.open(path, formats=known_formats()) as opened:
+            return decode(opened, str(path))
     except PIL.Image.DecompressionBombError as error:
         raise UserError(f"{path}: too many pixels; refused as a possible decompression bomb") from error
     except PIL.UnidentifiedImageError as error:
@@ -103,9 +106,28 @@ def read_image(path: Path) -> Image:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except UserError:
         raise
-    except (OSError, SyntaxError, ValueError, EOFError, MemoryError) as error:
-        # Pillow reports broken files in all of these ways.
+    except Exception as error:  # Pillow reports broken files in every way there is
         raise UserError(f"{path}: damaged image ({error})") from error
+
+
+@cache
+def known_formats() -> list[str]:
+    """Those of FORMATS that this build of Pillow has."""
+    import PIL.Image
+
+    with _pillow:  # threads that do it at the same time get in each other's way
+        PIL.Image.init()
+    return [name for name in FORMATS if name in PIL.Image.OPEN]
+
+
+@contextmanager
+def quiet_pillow() -> Iterator[None]:
+    """It warns of images that are large, and refuses those that are too large."""
+    import PIL.Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
+        yield
 
 
 def decode(opened: PIL.Image.Image, name: str) -> Image:
@@ -152,10 +174,19 @@ def read_header(path: Path) -> tuple[tuple[int, int] | None, int]:
     import PIL.Image
 
     size, orientation = None, 1
-    with suppress(OSError, ValueError, SyntaxError), PIL.Image.open(path) as image:
+    # Whatever is wrong with a file, of which there is no end, is told by those who need its pixels.
+    with suppress(Exception), quiet_pillow(), PIL.Image.open(path, formats=known_formats()) as image:
         size = image.size
         orientation = image.getexif().get(ORIENTATION, 1)
     return size, orientation if orientation in range(2, 9) else 1
+
+
+def stored_size(path: Path) -> tuple[int, int]:
+    """Width, height as it is stored."""
+    size = read_header(path)[0]
+    if size is None:
+        raise UserError(f"{path}: cannot be read as an image")
+    return size
 
 
 def to_stored(

@@ -12,8 +12,9 @@ from typing import IO, Any
 import cv2
 import numpy as np
 
+from prism_match.config import parse_json
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, checksum, reading
+from prism_match.files import atomic_path, checksum, into_h5, load_arrays, read_dataset, reading
 from prism_match.geometry import Backend, Estimate, Model, estimate, spread_over
 from prism_match.images import Image, ImageLike, load_image, write_png
 
@@ -280,8 +281,7 @@ def write_npz(file: IO[bytes], m: Matches, **more: np.ndarray) -> None:
 
 
 def _load_npz(path: Path) -> dict[str, Any]:
-    with np.load(path, allow_pickle=False) as arrays:
-        return dict(arrays)
+    return load_arrays(path)
 
 
 def _save_json(path: Path, m: Matches) -> None:
@@ -289,7 +289,7 @@ def _save_json(path: Path, m: Matches) -> None:
 
 
 def _load_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    return parse_json(path.read_text(encoding="utf-8"))
 
 
 def _save_csv(path: Path, m: Matches) -> None:
@@ -314,9 +314,7 @@ def _load_csv(path: Path) -> dict[str, Any]:
 
 
 def _save_h5(path: Path, m: Matches) -> None:
-    import h5py
-
-    with h5py.File(path, "w") as file:
+    with into_h5(path) as (file, _):
         for key, value in _to_arrays(m).items():
             if value.dtype.kind == "U":
                 file.attrs[key] = str(value)
@@ -328,7 +326,8 @@ def _load_h5(path: Path) -> dict[str, Any]:
     import h5py
 
     with h5py.File(path, "r") as file:
-        return {k: v[()] for k, v in file.items() if isinstance(v, h5py.Dataset)} | dict(file.attrs)
+        arrays = {k: read_dataset(v) for k, v in file.items() if isinstance(v, h5py.Dataset)}
+        return arrays | dict(file.attrs)
 
 
 FORMATS: dict[str, tuple[Callable[[Path, Matches], None], Callable[[Path], dict[str, Any]]]] = {

@@ -59,11 +59,16 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
+def one_line(error: Exception) -> str:
+    """What an error says, without what names in files may hold: line breaks, and orders to a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in str(error))
+
+
 def main() -> None:
     try:
         app(prog_name="prism")  # also as `python -m prism_match`, so that its completion is that of `prism`
     except UserError as error:
-        print(f"prism: {error}", file=sys.stderr)
+        print(f"prism: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -107,6 +107,11 @@ class FeatureCache:
                 self.shelf.save(last, self._items[last])
             self._drop(last)
 
+    def clear(self) -> None:
+        """Of memory; what is on disk stays."""
+        for digest in list(self._items):
+            self._drop(digest)
+
     def release(self, batch: int, digests: Iterable[str]) -> None:
         """Batch number `batch`, of these photos, is done. Of those that no other batch needs, as far as that
         is known, nothing is kept."""

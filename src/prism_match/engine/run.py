@@ -6,10 +6,12 @@ images stay in memory up to a limit, then on disk.
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 
 from prism_match.engine.features import FeatureCache, Shelf, arrange
 from prism_match.engine.methods import Method
@@ -28,6 +31,8 @@ from prism_match.files import short_hash
 from prism_match.images import Image, ImageLike, load_image
 from prism_match.matcher import MaskLike
 from prism_match.matches import Matches
+
+log = logging.getLogger(__name__)
 
 SECONDS_A_PART = 30.0  # of work that a kill can cost
 Broken = dict[str, UserError]  # by the digests of photos
@@ -89,12 +94,51 @@ class Task(NamedTuple):
     masks: tuple[MaskLike, MaskLike] = (None, None)
 
 
+class Portions:
+    """How many pairs, or photos, are given to the model at a time: what was asked for, until the GPU has not
+    enough memory for it; then half as many, and so on."""
+
+    def __init__(self) -> None:
+        self.most = sys.maxsize
+        self._told = False
+
+    def run(self, work: Callable[[list[Any]], list[Any]], items: list[Any], cache: FeatureCache) -> list[Any]:
+        """work(items), in as many portions as need be. With one item at a time, what is kept of other photos
+        has to go; if that does not help either, nothing does."""
+        results: list[Any] = []
+        spared = False
+        while len(results) < len(items):
+            portion = items[len(results) : len(results) + self.most]
+            try:
+                results += work(portion)
+                continue
+            except torch.OutOfMemoryError:
+                if len(portion) == 1 and (spared or not cache.used):
+                    raise
+            # Out of the handler, which would keep alive all that was in use.
+            if len(portion) == 1:
+                cache.clear()
+                spared = True
+            else:
+                self.most = len(portion) // 2
+                self._tell()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return results
+
+    def _tell(self) -> None:
+        if not self._told:
+            log.warning("prism: the GPU is out of memory: from here on fewer pairs are matched at a time")
+            self._told = True
+
+
 class Engine:
     def __init__(
         self, method: Method, resizing: Resize, limits: Limits | None = None, clock: Clock | None = None
     ):
         self.method, self.resizing, self.limits = method, resizing, limits or Limits()
         self.clock = clock or Clock()
+        self.portions = Portions()
         # All that matches depend on, but for the precision: a run may go on on another machine.
         self.settings = method.settings | {"resize": vars(resizing)}
 
@@ -242,7 +286,9 @@ class Engine:
         good = [task for task in batch if not any(photo.digest in broken for photo in task.photos)]
         cache.make_room(len(prepared) * cache.largest)
         with self.clock.running():
-            made = dict(zip(prepared, self.method.extract(list(prepared.values())), strict=True))
+            seen = self.portions.run(self.method.extract, list(prepared.values()), cache)
+            made = dict(zip(prepared, seen, strict=True))
+            del seen
             prepared.clear()
             held |= made
             cache.add(made)
@@ -253,7 +299,7 @@ class Engine:
                 )
                 for task in good
             ]
-            found = iter(self.method.match(pairs) if pairs else [])
+            found = iter(self.portions.run(self.method.match, pairs, cache))
         self.clock.pairs += len(pairs)
         cache.release(number, needed)
         held.clear()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +29,11 @@ from urllib.parse import quote, unquote
 import h5py
 import numpy as np
 
+from prism_match.config import parse_json
 from prism_match.engine.folders import open_folder
 from prism_match.engine.photos import Resize
 from prism_match.errors import UserError
-from prism_match.files import Lock, atomic_path, short_hash, writable_folder
+from prism_match.files import Lock, new_h5, read_dataset, short_hash, writable_folder
 from prism_match.matches import Matches
 
 FORMAT = 2
@@ -223,20 +224,22 @@ def read_contents(
     ones, no photos and pairs. path: or an open file."""
     try:
         with h5py.File(path, "r") as file:
-            settings = json.loads(file.attrs["settings"])
+            settings = parse_json(file.attrs["settings"])
             if wanted is not None and (settings != wanted or file.attrs["format"] != FORMAT):
                 return settings | {"format": int(file.attrs["format"])}, {}, []
             if file.attrs["format"] != FORMAT:
                 raise ValueError(f"of format {file.attrs['format']}; match again")
-            names = [_text(x) for x in file["images"][()]]
-            sizes, digests = file["sizes"][()].tolist(), file["digests"][()]
-            stamps = file["stamps"][()] if "stamps" in file else [""] * len(names)
+            names = [_text(x) for x in read_dataset(file["images"])]
+            sizes, digests = (read_dataset(file[key]) for key in ("sizes", "digests"))
+            if sizes.shape != (len(names), 2) or not np.issubdtype(sizes.dtype, np.integer):
+                raise ValueError("the sizes of its images are none")
+            stamps = read_dataset(file["stamps"]) if "stamps" in file else [""] * len(names)
             images = {
                 name: ImageEntry((size[0], size[1]), _text(digest), _text(stamp))
-                for name, size, digest, stamp in zip(names, sizes, digests, stamps, strict=True)
+                for name, size, digest, stamp in zip(names, sizes.tolist(), digests, stamps, strict=True)
             }
             if "index" in file:
-                pairs = [(names[a], names[b]) for a, b in file["index"][()].reshape(-1, 2).tolist()]
+                pairs = [(names[a], names[b]) for a, b in read_dataset(file["index"]).reshape(-1, 2).tolist()]
             else:
                 pairs = [
                     (unquote(first), unquote(second))
@@ -261,7 +264,7 @@ def read_pairs(path: Any, images: Mapping[str, ImageEntry], pairs: Iterable[Name
 
 
 def _load(file: h5py.File, images: Mapping[str, ImageEntry], pair: Names) -> Matches:
-    table = file[group_name("pairs", pair)][()]
+    table = read_dataset(file[group_name("pairs", pair)])
     points0, points1, scores = np.split(table.reshape(-1, 5), [2, 4], axis=1)
     return Matches(points0, points1, scores[:, 0], images[pair[0]].size, images[pair[1]].size, *pair)
 
@@ -295,8 +298,8 @@ def _write(
     images: dict[str, ImageEntry],
     found: Iterable[tuple[Names, Matches]],
 ) -> None:
-    with atomic_path(path) as temporary, h5py.File(temporary, "w", libver=LAYOUT) as file:
-        _fill(file, settings, images, found)
+    with new_h5(path, libver=LAYOUT) as (file, check):
+        _fill(file, settings, images, found, check)
 
 
 def file_image(
@@ -314,6 +317,7 @@ def _fill(
     settings: dict[str, Any],
     images: dict[str, ImageEntry],
     found: Iterable[tuple[Names, Matches]],
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     file.attrs["format"], file.attrs["settings"] = FORMAT, json.dumps(settings, sort_keys=True)
     _save(file, "sizes", np.array([i.size for i in images.values()], np.int64).reshape(-1, 2))
@@ -327,6 +331,7 @@ def _fill(
     for names, m in found:
         table = np.concatenate([m.keypoints0, m.keypoints1, m.scores[:, None]], axis=1)
         _save(file, group_name("pairs", names), table.astype(np.float32))
+        check()
         index.append([number[name] for name in names])
     _save(file, "index", np.array(index, np.int64).reshape(-1, 2))
     file.attrs["pairs"] = len(index)

@@ -46,12 +46,16 @@ class PosePair(Pair):
     def problem(self) -> str:
         if self.T_0to1 is None:
             return "no pose is given"
+        if not self.K0.shape == self.K1.shape == (3, 3) or self.T_0to1.shape != (4, 4):
+            return "the pose or the intrinsics are no matrices"
         if not all(np.isfinite(x).all() for x in (self.K0, self.K1, self.T_0to1)):
             return "the pose or the intrinsics are not finite"
         if abs(np.linalg.det(self.T_0to1[:3, :3]) - 1) > 0.01:
             return "the pose has no rotation in it"
         if min(k[i, i] for k in (self.K0, self.K1) for i in (0, 1)) <= 0:
             return "the focal lengths are not positive"
+        if not all(np.linalg.det(k) for k in (self.K0, self.K1)):
+            return "the intrinsics are those of no camera"
         return ""
 
 

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 from tqdm import tqdm
 
+from prism_match.config import parse_json
 from prism_match.engine import Clock, Engine, Limits, MatchStore, Names, Resize
 from prism_match.engine.cluster import Cluster, make_engine
 from prism_match.engine.methods import Method
@@ -217,7 +218,7 @@ class Journal:
             return
         for line in lines:
             try:
-                values = json.loads(line)
+                values = parse_json(line)
                 key, error = values.pop("key"), values.pop("error")
                 score = Score(**values, error=float("inf") if error is None else error)
             except (ValueError, TypeError, KeyError, AttributeError):  # half-written, or damaged

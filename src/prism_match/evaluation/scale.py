@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from prism_match.config import parse_json
 from prism_match.engine.photos import Resize, content_of
 from prism_match.errors import UserError
 from prism_match.evaluation.megadepth import read_megadepth
@@ -107,7 +107,7 @@ def read_ratios(file: Path | None) -> dict[str, float]:
     if file is None or not file.is_file():
         return {}
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
+        stored = parse_json(file.read_text(encoding="utf-8"))
         return {k: float("nan") if v is None else float(v) for k, v in stored.items()}
     except (ValueError, AttributeError):  # damaged: worked out again
         return {}

@@ -15,6 +15,7 @@ import numpy as np
 from prism_match.errors import UserError
 from prism_match.evaluation.megadepth import relative_pose
 from prism_match.evaluation.pairs import PosePair, existing
+from prism_match.files import load_arrays
 
 FRAME = (640, 480)
 
@@ -29,13 +30,12 @@ def read_scannet(root: str | Path) -> list[PosePair]:
         if not (root / name).is_file():
             raise UserError(f"{root / name}: no such file; it comes with LoFTR's list of pairs")
     try:
-        with np.load(root / "test.npz") as index, np.load(root / "intrinsics.npz") as intrinsics:
-            listed, known = dict(index), dict(intrinsics)
+        listed, known = load_arrays(root / "test.npz"), load_arrays(root / "intrinsics.npz")
         rows = [tuple(map(int, row)) for row in listed["name"]]
         poses = listed.get("rel_pose", [None] * len(rows))
         folder = root / "scannet_test_1500"
         return [make_pair(folder, row, known, pose) for row, pose in zip(rows, poses, strict=True)]
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:
         raise UserError(f"{root / 'test.npz'}: not an index of ScanNet pairs ({error})") from error
 
 

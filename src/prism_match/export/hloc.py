@@ -19,7 +19,7 @@ import numpy as np
 
 from prism_match.engine.store import MatchStore, Names, is_store
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, reading, writable_folder
+from prism_match.files import atomic_path, new_h5, read_dataset, reading, writable_folder
 from prism_match.maps.tracks import IndexedMatches, TrackOptions, share_keypoints
 from prism_match.matches import Matches
 
@@ -47,7 +47,7 @@ def pair_key(name0: str, name1: str) -> str:
 
 
 def write_features(path: Path, features: Mapping[str, HlocKeypoints]) -> None:
-    with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
+    with new_h5(path) as (file, _):
         for name, one in features.items():
             group = file.create_group(name)
             _put(group, keypoints=one.keypoints, scores=one.scores)
@@ -61,8 +61,8 @@ def read_features(path: Path) -> dict[str, HlocKeypoints]:
 
     def visit(name: str, group: h5py.Group | h5py.Dataset) -> None:
         if isinstance(group, h5py.Group) and "keypoints" in group:
-            points = np.asarray(group["keypoints"], np.float32).reshape(-1, 2)
-            scores = np.asarray(group.get("scores", np.ones(len(points))), np.float32)
+            points = as_floats(group["keypoints"]).reshape(-1, 2)
+            scores = as_floats(group["scores"]) if "scores" in group else np.ones(len(points), np.float32)
             size = tuple(int(x) for x in group["image_size"][()]) if "image_size" in group else None
             found[name] = HlocKeypoints(points, scores, size)  # type: ignore[arg-type]
 
@@ -73,6 +73,10 @@ def read_features(path: Path) -> dict[str, HlocKeypoints]:
     return found
 
 
+def as_floats(item: h5py.Dataset) -> np.ndarray:
+    return read_dataset(item).astype(np.float32)
+
+
 def write_matches(
     path: Path,
     sparse: Mapping[Names, IndexedMatches],
@@ -81,7 +85,7 @@ def write_matches(
 ) -> None:
     """counts: how many key points each image has. dense: for the same pairs or others."""
     full_names({name for names in sparse for name in names})
-    with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
+    with new_h5(path) as (file, _):
         for names, matches in sparse.items():
             group = file.require_group(pair_key(*names))
             matches0 = np.full(counts[names[0]], -1, np.int32)
@@ -103,21 +107,22 @@ def _put(group: h5py.Group, **arrays: np.ndarray) -> None:
 def read_sparse_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, IndexedMatches]]:
     """names: of the images, since those in the file have lost their folders."""
     for pair, group in _pairs(path, names):
-        if "matches0" not in group:
-            continue
         with reading(path, "a file of hloc's matches"):
-            matches0 = group["matches0"][()]
+            if "matches0" not in group:
+                continue
+            matches0 = read_dataset(group["matches0"])
             rows = np.flatnonzero(matches0 >= 0)
-            scores = np.asarray(group["matching_scores0"], np.float32)[rows]
+            scores = as_floats(group["matching_scores0"])[rows]
         yield pair, IndexedMatches(np.stack([rows, matches0[rows]], axis=1).astype(np.int64), scores)
 
 
 def read_dense_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, DenseMatches]]:
     for pair, group in _pairs(path, names):
-        if "keypoints0" in group:
-            with reading(path, "a file of hloc's matches"):
-                arrays = [np.asarray(group[k], np.float32) for k in ("keypoints0", "keypoints1", "scores")]
-            yield pair, DenseMatches(*arrays)
+        with reading(path, "a file of hloc's matches"):
+            if "keypoints0" not in group:
+                continue
+            arrays = [as_floats(group[k]) for k in ("keypoints0", "keypoints1", "scores")]
+        yield pair, DenseMatches(*arrays)
 
 
 def full_names(names: Iterable[str]) -> dict[str, str]:
@@ -133,14 +138,16 @@ def full_names(names: Iterable[str]) -> dict[str, str]:
 def _pairs(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, h5py.Group]]:
     full = full_names(names)
     with _opened(path) as file:
-        for first, seconds in file.items():
-            if not isinstance(seconds, h5py.Group):
-                raise UserError(f"{path}: not a file of hloc's matches (no pairs of images in it)")
-            for second, group in seconds.items():
-                unknown = [n for n in (first, second) if n not in full]
-                if unknown:
-                    raise UserError(f"{path}: no image is called {unknown[0]} there")
-                yield (full[first], full[second]), group
+        with reading(path, "a file of hloc's matches"):
+            found = [(first, second) for first in file for second in file[first]]
+            for first, second in found:
+                if not isinstance(file[first][second], h5py.Group):
+                    raise UserError(f"not a file of hloc's matches ({first} and {second} have none)")
+        for first, second in found:
+            unknown = [n for n in (first, second) if n not in full]
+            if unknown:
+                raise UserError(f"{path}: no image is called {unknown[0]} there")
+            yield (full[first], full[second]), file[first][second]
 
 
 def _opened(path: Path) -> h5py.File:

@@ -13,6 +13,7 @@ from prism_match.cameras import CAMERA_MODELS
 from prism_match.config import Sharing
 from prism_match.errors import UserError
 from prism_match.files import read_words
+from prism_match.images import known_formats, quiet_pillow
 
 Size = tuple[int, int]  # width, height
 
@@ -118,10 +119,10 @@ def read_exif(path: Path | None, size: Size) -> Exif:
     if path is None:
         return Exif((), None)
     try:
-        with PIL.Image.open(path) as image:
+        with quiet_pillow(), PIL.Image.open(path, formats=known_formats()) as image:
             exif = image.getexif()
             details = exif.get_ifd(0x8769)
-    except (OSError, ValueError, SyntaxError):
+    except Exception:  # damaged metadata fails in every way there is, and is as good as none
         return Exif((), None)
     film, focal = number(details.get(0xA405)), number(details.get(0x920A))
     resolution, unit = number(details.get(0xA20E)), MILLIMETRES.get(details.get(0xA210, 2))

@@ -23,7 +23,7 @@ from prism_match.colmap_model import Model, PosedView, is_model, read_model
 from prism_match.errors import UserError
 from prism_match.frames import Frame, is_sequence, read_depth, read_sequence
 from prism_match.geometry import pose_matrix
-from prism_match.images import exif_orientation, image_size
+from prism_match.images import exif_orientation, image_size, stored_size
 from prism_match.maps.stages import origin_of
 from prism_match.maps.tracks import one_to_one
 
@@ -168,14 +168,8 @@ class DepthMap(Map):
         return self.frames[name].image
 
     def camera(self, name: str) -> Camera:
-        import PIL.Image
-
         frame = self.frames[name]
-        try:
-            with PIL.Image.open(frame.image) as image:
-                return pinhole(frame.K, *image.size)
-        except OSError as error:
-            raise UserError(f"{frame.image}: cannot be read ({error})") from error
+        return pinhole(frame.K, *stored_size(frame.image))
 
     def pose(self, name: str) -> np.ndarray:
         return self.poses[name]

@@ -26,7 +26,7 @@ from prism_match.engine.cluster import Cluster, make_engine
 from prism_match.engine.photos import IMAGE_SUFFIXES
 from prism_match.errors import UserError
 from prism_match.files import atomic_path, file_digest, lock_folder, short_hash, writable_folder
-from prism_match.images import exif_orientation, image_size, load_image
+from prism_match.images import exif_orientation, image_size, known_formats, load_image, quiet_pillow
 from prism_match.maps import colmap
 from prism_match.maps import pairs as pairing
 from prism_match.maps.cameras import CameraOptions, choose_cameras
@@ -357,7 +357,7 @@ def upright_copies(files: dict[str, Path], folder: Path) -> dict[str, Path]:
         copies[name].parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(copies[name]) as temporary:
             if exif_orientation(path) != 1:
-                with PIL.Image.open(path) as image:
+                with quiet_pillow(), PIL.Image.open(path, formats=known_formats()) as image:
                     PIL.ImageOps.exif_transpose(image).save(temporary, quality=95)
             else:
                 shutil.copyfile(path, temporary)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from tqdm import tqdm
 
 from prism_match.engine.photos import content_of, in_threads
 from prism_match.errors import UserError
-from prism_match.files import atomic_path
+from prism_match.files import atomic_path, load_arrays
 from prism_match.images import ImageLike
 from prism_match.matcher import ImageFeatures, PairMatcher, Prepared
 
@@ -49,7 +48,8 @@ def describe_files(
 ) -> tuple[dict[Path, np.ndarray], dict[Path, str]]:
     """The descriptor of each file, d, and what is wrong with those that cannot be read. Descriptors stay in
     `cache`, an .npz, by the digest of their image and of the weights."""
-    known = {} if cache is None else _read_cache(cache)
+    length = 2 * matcher.info.config.coarse_dim
+    known = {} if cache is None else _read_cache(cache, length)
     described: dict[Path, np.ndarray] = {}
     broken: dict[Path, str] = {}
     new, saved = 0, time.monotonic()
@@ -76,12 +76,12 @@ def describe_files(
     return described, broken
 
 
-def _read_cache(path: Path) -> dict[str, np.ndarray]:
+def _read_cache(path: Path, length: int) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            return dict(stored)
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # not there, or as good as not
+        stored = load_arrays(path)
+    except (OSError, ValueError):  # not there, or as good as not
         return {}
+    return {k: v for k, v in stored.items() if v.shape == (length,) and v.dtype == np.float32}
 
 
 def _write_cache(path: Path, known: dict[str, np.ndarray]) -> None:

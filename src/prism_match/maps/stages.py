@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from prism_match.config import parse_json
 from prism_match.files import write_json
 
 STAGES = "stages.json"  # its presence tells a folder of results
@@ -19,8 +19,10 @@ class Stages:
     def __init__(self, path: Path):
         self.path = path
         self.done: dict[str, Any] = {}
-        with suppress(OSError, ValueError):  # none yet, or damaged: begin anew
-            self.done = json.loads(path.read_text(encoding="utf-8"))
+        with suppress(OSError, ValueError, TypeError):  # none yet, or damaged: begin anew
+            stored = parse_json(path.read_text(encoding="utf-8"))
+            if isinstance(stored, dict) and all({"key", "result"} == set(v) for v in stored.values()):
+                self.done = stored
 
     def run(self, name: str, key: str, product: Path, work: Callable[[], Any]) -> Any:
         """The result of a stage: of this run, or of an earlier one with the same key."""
@@ -40,5 +42,5 @@ def origin_of(model: Path) -> tuple[bool, Path | None]:
     and the folder of its photos, where that is still there."""
     out = (model / ".." / "..").resolve()
     done = Stages(out / STAGES).done
-    photos = out / done["photos"]["result"] if "photos" in done else None
+    photos = out / str(done["photos"]["result"]) if "photos" in done else None
     return "model" in done, photos if photos is not None and photos.is_dir() else None

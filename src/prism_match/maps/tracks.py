@@ -23,7 +23,7 @@ from tqdm import tqdm
 from prism_match.engine.features import FeatureCache, arrange
 from prism_match.engine.store import Names, group_name
 from prism_match.errors import UserError
-from prism_match.files import atomic_path
+from prism_match.files import new_h5, read_dataset
 from prism_match.images import image_size, load_image
 from prism_match.matches import Matches
 from prism_match.polish import local_affine, polish
@@ -343,7 +343,7 @@ def strongest_of_track(shared: SharedKeypoints, strength: np.ndarray) -> np.ndar
 
 def save_tracks(path: Path, shared: SharedKeypoints, colours: dict[str, np.ndarray] | None = None) -> None:
     """To an .h5 file; colours: k 3, uint8, of the keypoints of each image, where they are known."""
-    with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
+    with new_h5(path) as (file, _):
         for name, points in shared.keypoints.items():
             group = file.create_group(f"keypoints/{quote(name, safe=' ')}")
             group["xy"], group["scores"] = points.xy, points.scores
@@ -361,13 +361,14 @@ def load_tracks(path: Path) -> tuple[SharedKeypoints, dict[str, np.ndarray]]:
         with h5py.File(path, "r") as file:
             for key, group in file.get("keypoints", {}).items():
                 name = unquote(key)
-                keypoints[name] = Keypoints(group["xy"][()], group["scores"][()])
+                keypoints[name] = Keypoints(read_dataset(group["xy"]), read_dataset(group["scores"]))
                 if "rgb" in group:
-                    colours[name] = group["rgb"][()]
+                    colours[name] = read_dataset(group["rgb"])
             for first, groups in file.get("matches", {}).items():
                 for second, group in groups.items():
                     names = unquote(first), unquote(second)
-                    matches[names] = IndexedMatches(group["index"][()], group["scores"][()])
-    except (OSError, KeyError) as error:
+                    index, scores = read_dataset(group["index"]), read_dataset(group["scores"])
+                    matches[names] = IndexedMatches(index, scores)
+    except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise UserError(f"{path}: not a file of tracks ({error})") from error
     return SharedKeypoints(keypoints, matches), colours

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import json
 import socket
 import sys
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ import numpy as np
 from prism_match import viz
 from prism_match.cameras import Camera
 from prism_match.colmap_model import Model, PosedView, quaternion_of, read_model
+from prism_match.config import parse_json
 from prism_match.engine.photos import scale_points
 from prism_match.errors import UserError
 from prism_match.geometry import camera_centres
@@ -67,7 +67,7 @@ def read_queries(path: Path, otherwise: Camera) -> dict[str, tuple[np.ndarray, C
     """Poses by name; with their cameras, where localization.json beside the file tells them."""
     cameras: dict[str, Camera] = {}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        for result in json.loads(path.with_name("localization.json").read_text("utf-8"))["results"]:
+        for result in parse_json(path.with_name("localization.json").read_text("utf-8"))["results"]:
             c = result["camera"]
             if c is not None:
                 cameras[result["name"]] = Camera(c["model"], c["width"], c["height"], tuple(c["params"]))

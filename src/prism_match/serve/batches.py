@@ -17,7 +17,7 @@ from prism_match.config import Precision, Rotate
 from prism_match.errors import UserError
 from prism_match.matcher import DTYPES, ImageFeatures, PairMatcher, Prepared, group_by
 from prism_match.matches import Matches
-from prism_match.serve.refusal import Refused, complain
+from prism_match.serve.refusal import Refused, complain, log
 from prism_match.stages import STAGES, Stopwatch
 
 WARM_UP = 128  # pixels a side
@@ -58,6 +58,7 @@ class ModelThread:
     def __init__(self, matcher: PairMatcher, batch: int, observe: Callable[[int, float], None] | None = None):
         """observe: is told of each batch how many jobs it had and how many seconds it took."""
         self.matcher, self.batch, self.observe = matcher, batch, observe
+        self._asked = batch  # before memory was short
         self.ready = False
         self.arranged = {matcher.dtype: matcher}  # by the precision to compute in, as they are asked for
         self.pace = 0.0  # seconds a job, lately
@@ -137,13 +138,27 @@ class ModelThread:
             with Stopwatch(self.matcher.device, this_thread=True) as watch:
                 results = self._work(jobs)
         except Exception as error:
-            if len(jobs) > 1:  # one of them is to blame; or less memory at a time will do
-                free_memory()
-                for job in jobs:
-                    self._answer([job], start)
+            if len(jobs) == 1:
+                jobs[0].future.set_exception(refusal(error))
                 return
-            jobs[0].future.set_exception(refusal(error))
+            short = isinstance(error, torch.OutOfMemoryError)
+        else:
+            self._hand_out(jobs, results, start, watch)
             return
+        # Out of the handler, which would keep alive all that was in use.
+        if not short:  # one of them is to blame
+            parts = [[job] for job in jobs]
+        else:  # half as many from here on
+            half = len(jobs) // 2
+            parts = [list(jobs[:half]), list(jobs[half:])]
+            if self.batch == self._asked:
+                log.warning("the GPU is out of memory: from here on fewer pairs are matched at a time")
+            self.batch = min(self.batch, half)
+        free_memory()
+        for part in parts:
+            self._answer(part, start)
+
+    def _hand_out(self, jobs: Sequence[Job], results: list[Any], start: float, watch: Stopwatch) -> None:
         took, parts = time.perf_counter() - start, watch.milliseconds()
         stages = {name: parts[name] / 1000 for name in STAGES if name in parts}
         for job, result in zip(jobs, results, strict=True):

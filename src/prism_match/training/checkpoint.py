@@ -8,6 +8,7 @@ that name is always whole. Nothing is pickled.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -19,12 +20,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from prism_match.config import ModelConfig
+from prism_match.config import ModelConfig, parse_json
 from prism_match.errors import UserError
+from prism_match.files import temporary_beside
 from prism_match.weights.hub import locate
 from prism_match.weights.store import joined, read_weights, shards, write_flushed, write_tensors
 
-STATE = ("step", "pairs", "elapsed", "skipped", "model", "training")  # what state.json holds
+# What state.json holds.
+STATE: dict[str, Any] = {
+    "step": int,
+    "pairs": int,
+    "elapsed": (int, float),
+    "skipped": int,
+    "model": dict,
+    "training": dict,
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class Checkpoint:
 def save_checkpoint(run: Path, step: int, checkpoint: Checkpoint, shard_mib: float | None = None) -> Path:
     """Writes `run/step-...` and removes the ones before it. A UserError leaves those as they were."""
     folder = run / f"step-{step:08d}"
-    temporary = run / f".step-{step:08d}.{os.getpid()}.tmp"
+    temporary = temporary_beside(folder)
     try:
         temporary.mkdir(parents=True)
         for i, shard in enumerate(shards(checkpoint.tensors, shard_mib)):
@@ -77,9 +87,16 @@ def load_checkpoint(path: Path) -> Checkpoint:
             raise UserError(f"{path}: no checkpoint here to resume from")
         path = found[-1]
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        if not isinstance(state, dict) or not state.keys() >= set(STATE):
+        state = parse_json((path / "state.json").read_text(encoding="utf-8"))
+        if not isinstance(state, dict) or not state.keys() >= STATE.keys():
             raise ValueError("state.json lacks what a checkpoint has")
+        for key, kind in STATE.items():
+            if (
+                not isinstance(state[key], kind)
+                or state[key] in (math.inf, -math.inf)
+                or state[key] != state[key]
+            ):
+                raise ValueError(f"{key} in state.json is {state[key]!r:.40}")
         pieces: dict[str, Tensor] = {}
         for file in sorted(path.glob("*.safetensors")):
             pieces.update(load_file(file))

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from prism_match.files import lock_folder, writable_folder
 from prism_match.frames import read_depth, write_depth
 from prism_match.training.data.colmap import (
     Model,
@@ -68,20 +69,26 @@ def make_depth(
     device: torch.device | str = "cpu",
 ) -> DepthCheck:
     """Writes `depth_dir/NAME.h5` for every image NAME of the model; finished maps are not made again."""
-    config = config or SweepConfig()
     model, depth_dir = read_model(model_dir), Path(depth_dir)
+    with lock_folder(writable_folder(depth_dir)):
+        return _make_depth(model, Path(image_dir), depth_dir, config or SweepConfig(), device)
+
+
+def _make_depth(
+    model: Model, image_dir: Path, depth_dir: Path, config: SweepConfig, device: torch.device | str
+) -> DepthCheck:
     neighbours = [choose_sources(model, i, config.checks) for i in range(len(model.views))]
     missing = [i for i, v in enumerate(model.views) if not depth_path(depth_dir, v.name).exists()]
     # A map is checked against its neighbours' raw maps, so those are needed as well.
     wanted = sorted({j for i in missing for j in (i, *neighbours[i])})
     if missing:
         compared = sorted({j for i in wanted for j in (i, *neighbours[i][: config.sources])})
-        photos = load_photos(model, Path(image_dir), compared, device)
+        photos = load_photos(model, image_dir, compared, device)
         raw = _raw_maps(model, photos, neighbours, wanted, depth_dir / ".raw", config)
         for i in tqdm(missing, desc="agreement", disable=len(missing) < 2):
             depth = agreeing_depth(model, raw, i, neighbours[i], config)
             write_depth(depth_path(depth_dir, model.views[i].name), depth)
-        shutil.rmtree(depth_dir / ".raw")
+    shutil.rmtree(depth_dir / ".raw", ignore_errors=True)
     return check_depth(model, depth_dir)
 
 
@@ -406,10 +413,9 @@ def _raw_maps(
     raw: dict[int, Tensor] = {}
     for i in tqdm(wanted, desc="plane sweep", disable=len(wanted) < 2):
         path, device = depth_path(raw_dir, model.views[i].name), photos[i].device
-        if path.exists():
-            raw[i] = torch.from_numpy(read_depth(path)).to(device)
-            continue
-        sources = neighbours[i][: config.sources]
-        raw[i], _ = sweep(model, photos, i, sources, config)
-        write_depth(path, raw[i].cpu().numpy())
+        if not path.exists():
+            swept, _ = sweep(model, photos, i, neighbours[i][: config.sources], config)
+            write_depth(path, swept.cpu().numpy())
+        # As the file has it, which is rounded: so that a run that goes on ends as one that never stopped.
+        raw[i] = torch.from_numpy(read_depth(path)).to(device)
     return raw

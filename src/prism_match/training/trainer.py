@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from prism_match.errors import UserError
-from prism_match.files import writable_folder
+from prism_match.files import lock_folder, writable_folder
 from prism_match.images import write_png
 from prism_match.model.prism import PRISM
 from prism_match.training.checkpoint import (
@@ -103,6 +103,10 @@ class Trainer:
 
     def fit(self) -> dict[str, Any]:
         """Trains until the budget is spent or a signal asks for an end; returns the last metrics."""
+        with lock_folder(self.run) if self.world.first else nullcontext():
+            return self._fit()
+
+    def _fit(self) -> dict[str, Any]:
         self.started = time.monotonic() - self.elapsed
         timers = dict.fromkeys(("save", "samples", "validate"), self.elapsed)
         ordered = self.step

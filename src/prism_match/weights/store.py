@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialise
 from torch import Tensor
 
-from prism_match.config import ModelConfig
+from prism_match.config import ModelConfig, parse_json
 from prism_match.errors import UserError
 from prism_match.files import atomic_path
 
@@ -82,7 +82,7 @@ def read_header(path: Path) -> tuple[list[Path], dict[str, Any]]:
     try:
         with safe_open(files[0], "pt") as file:
             metadata = file.metadata() or {}
-        return files, {key: json.loads(metadata.get(key, "{}")) for key in ("config", "training")}
+        return files, {key: parse_json(metadata.get(key, "{}")) for key in ("config", "training")}
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{path}: not a file of PRISM weights ({error})") from error
 

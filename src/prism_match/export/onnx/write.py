@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import tempfile
+import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from prism_match import __version__
 from prism_match.config import ModelConfig
 from prism_match.errors import UserError
 from prism_match.export.onnx.graphs import Backbone, Pair, PairOfFeatures, Polish
-from prism_match.files import writable_folder
+from prism_match.files import temporary_beside, writable_folder
 from prism_match.images import SMALLEST, load_image, resize
 from prism_match.matcher import DTYPES
 from prism_match.model.fast import is_supported
@@ -68,13 +68,16 @@ def export_onnx(
         raise UserError("the model has an ablation (linear attention, cosine, ...) that has no ONNX form")
     model = build_model(info).requires_grad_(False)
     graphs = make_graphs(model, options)
+    temporary = temporary_beside(folder / "onnx")
     try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".prism-onnx-") as temporary:
-            names = [n for graph in graphs for n in write(graph, out, Path(temporary), options, info)]
-            for name in names:  # weights before the graph that points to them
-                (Path(temporary) / name).replace(folder / name)
+        temporary.mkdir()
+        names = [n for graph in graphs for n in write(graph, out, temporary, options, info)]
+        for name in names:  # weights before the graph that points to them
+            (temporary / name).replace(folder / name)
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return [folder / name for name in reversed(names)]
 
 

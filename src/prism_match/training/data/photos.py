@@ -29,6 +29,7 @@ from prism_match.training.pairs import PairBatch, cell_centres
 
 log = logging.getLogger(__name__)
 
+LARGEST_FILE = 2**28  # bytes of a photo in a tar
 MAX_SCALE = 6.0  # between two views
 CANDIDATES = 4  # homography pairs drawn for each photo, of which the first with enough overlap is kept
 
@@ -132,10 +133,15 @@ def _encoded_in_tar(path: Path) -> Iterator[tuple[str, bytes]]:
     try:
         with tarfile.open(path) as tar:
             for member in tar:
-                file = tar.extractfile(member) if member.isfile() else None
-                if file is not None and Path(member.name).suffix.lower() in IMAGE_SUFFIXES:
+                if not member.isfile() or Path(member.name).suffix.lower() not in IMAGE_SUFFIXES:
+                    continue
+                if member.size > LARGEST_FILE:
+                    log.warning("skipped %s:%s: too large for a photo", path, member.name)
+                    continue
+                file = tar.extractfile(member)
+                if file is not None:
                     yield f"{path}:{member.name}", file.read()
-    except tarfile.ReadError as e:
+    except Exception as e:  # damaged archives, packed ones above all, fail in every way there is
         raise UserError(f"{path}: not a tar file that can be read ({e})") from e
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from prism_match.errors import UserError
 from prism_match.frames import Frame, find_sequences, read_depth, read_sequence
+from prism_match.images import stored_size
 from prism_match.training.data.posed import PosedPairs, resize_depth, scale_intrinsics
 from prism_match.training.supervision import warp_by_depth
 
@@ -84,9 +84,8 @@ def _probe(frame: Frame) -> tuple[np.ndarray, np.ndarray]:
     """A small depth map and its intrinsics."""
     try:
         depth = read_depth(frame.depth)
-        with Image.open(frame.image) as image:  # reads the header only
-            width, height = image.size
-    except (UserError, OSError) as e:
+        width, height = stored_size(frame.image)
+    except UserError as e:
         log.warning("skipped: %s", e)
         return np.zeros((1, PROBE), np.float32), np.eye(3)
     h = max(round(height * PROBE / width), 1)
