@@ -135,7 +135,7 @@ def test_large_photos_are_polished_at_their_own_size(photo: np.ndarray, size: in
         near1 = torch.stack([near1[:, 1], second.gray.shape[0] - 1 - near1[:, 0]], 1)
     guess = near1 + (torch.rand(near1.shape, generator=torch.Generator().manual_seed(0)) - 0.5)
     a, b = matcher.extract_prepared([first, second])
-    polished = matcher._polish((a, b), near0, guess)
+    polished = matcher._polish((a, b), near0, guess)[0]
     small = (torch.from_numpy(np.ascontiguousarray(p.gray)) for p in (first, second))
     at_matched_size = polish(*small, near0, guess)
     before, after = (

@@ -18,17 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prism_match import locating
+from prism_match.certainty import SHIPPED as SHIPPED_CALIBRATION
+from prism_match.certainty import Calibration, Signs, shipped
 from prism_match.config import ModelConfig, Precision, Rotate
 from prism_match.errors import UserError
 from prism_match.images import Image, ImageLike, load_image, load_mask, resize
+from prism_match.locating import Located
 from prism_match.matches import Details, Matches
 from prism_match.model.fast import arranged
 from prism_match.model.prism import CELL, STRIDE, Features, PairMatches
 from prism_match.model.recorder import Recorder, round_count
-from prism_match.polish import FEWEST, local_affine
+from prism_match.polish import FEWEST, neighbourhoods
 from prism_match.stages import stage
 from prism_match.subpixel import LEVELS, Pyramid, Subpixel, halvings, settle
-from prism_match.weights import build_model, load_subpixel, weights_info
+from prism_match.weights import SUBPIXEL_SHA256, WeightsInfo, build_model, load_subpixel, weights_info
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -66,6 +70,7 @@ class PairMatcher:
         rotate: Rotate = "auto",
         polish: bool = True,
         config: ModelConfig | None = None,
+        calibration: str | Path | None = None,
     ):
         """weights: a .safetensors file, or `hf:OWNER/REPO[@REVISION][:FILE]` for one on the Hugging Face Hub;
         None: those that ship in the package.
@@ -77,13 +82,16 @@ class PairMatcher:
         most confident matches counts; it takes four times as long. "auto": only where image 1 as it is
         has next to no matches. Matches are in pixels of the images as they are given, always.
         polish: whether the model's matches are made exact by a small network that compares both images, as
-        large as they are given, around each of them (`subpixel.py`); False: the paper's refinement alone."""
+        large as they are given, around each of them (`subpixel.py`); False: the paper's refinement alone.
+        calibration: a file of `prism calibrate`, by which matches have a certainty and a sigma; None: the one
+        that ships, for the weights that ship. Without one, or without `polish`, they have neither."""
         check_options(size, threshold, max_matches, rotate)
         self.rotate, self.polish = rotate, polish
         self.device = find_device(device)
         self.dtype = find_dtype(precision, self.device)
         self.size, self.threshold, self.max_matches = size, threshold, max_matches
         self.info = weights_info(weights, config)
+        self.calibration = find_calibration(calibration, self.info)
         self.recorder = Recorder()
         self.model = arranged(build_model(self.info).to(self.device), self.dtype, self.recorder)
         self.subpixel = load_subpixel().to(self.device)
@@ -106,6 +114,15 @@ class PairMatcher:
                 self.prepare(x, keep=True).masked(mask) for x, mask in ((image0, mask0), (image1, mask1))
             ]
         return self._match_batch([tuple(self.extract_prepared(images))], details)[0]  # type: ignore[list-item]
+
+    def locate(self, image0: ImageLike, image1: ImageLike, points: np.ndarray) -> Located:
+        """Where points (n 2: x, y in pixels) of image 0 lie in image 1, how sure that is, and how exact."""
+        return locating.locate(self, image0, image1, points)
+
+    def found(self, image0: ImageLike, image1: ImageLike) -> Found:
+        """The polished matches of two images, before they become `Matches`."""
+        pair = tuple(self.extract([image0, image1]))
+        return self._best([pair])[0]  # type: ignore[list-item]
 
     def adjusted(self, **options: Any) -> Self:
         """Another one of the same model, of which nothing is loaded or copied. options: those of `size`,
@@ -203,9 +220,13 @@ class PairMatcher:
         parts = zip(features.coarse.split(1), features.fine.split(1), features.valid.split(1), strict=True)
         return [Features(*(tensor.clone() for tensor in part)) for part in parts]
 
-    @torch.inference_mode()
     def _match_batch(self, pairs: list[FeaturesPair], details: bool) -> list[Matches]:
-        """Of pairs of equal padded sizes, turned if need be."""
+        """Of pairs of equal padded sizes."""
+        return [self._finish(x, details).filter(top=self.max_matches) for x in self._best(pairs)]
+
+    @torch.inference_mode()
+    def _best(self, pairs: list[FeaturesPair]) -> list[Found]:
+        """Of pairs of equal padded sizes, turned if need be, and polished."""
         best = self._match_as_they_are(pairs)
         if self.rotate != "always":  # most stay as they are: what is not waited for can be done meanwhile
             best = [self._exact(found) for found in best]
@@ -215,7 +236,7 @@ class PairMatcher:
             again = [(pairs[n][0], image) for n, image in zip(tried, turned, strict=True)]
             for n, found in zip(tried, self._match_as_they_are(again), strict=True):
                 best[n] = max(best[n], found, key=Found.evidence)  # the first of equals: turned the least
-        return [self._finish(self._exact(found), details).filter(top=self.max_matches) for found in best]
+        return [self._exact(found) for found in best]
 
     def _is_doubtful(self, found: Found) -> bool:
         """Whether image 1 should be turned."""
@@ -243,7 +264,8 @@ class PairMatcher:
         if found.exact or not self.polish or not len(found.at1):
             return found
         with stage("polish"):
-            return replace(found, at1=self._polish(found.pair, found.at0, found.at1), exact=True)
+            at1, *signs = self._polish(found.pair, found.at0, found.at1)
+            return replace(found, at1=at1, signs=tuple(signs), exact=True)
 
     def _finish(self, found: Found, details: bool) -> Matches:
         a, b = (image.prepared for image in found.pair)
@@ -251,16 +273,20 @@ class PairMatcher:
         scores = found.scores
         order = np.argsort(-scores, kind="stable")
         order = order[(is_inside(points0, a.size) & is_inside(points1, b.size))[order]]
+        certainty = sigma = None
+        if self.calibration is not None and found.signs is not None:
+            signs = b.signs(scores, *(x.cpu().numpy() for x in found.signs))
+            certainty, sigma = (x[order] for x in self.calibration.matches(signs))
         return Matches(
             points0[order], points1[order], scores[order],
             a.size, b.size, a.name, b.name,
             found.details() if details else None,
-            (a.in_memory, b.in_memory),
+            (a.in_memory, b.in_memory), certainty, sigma,
         )  # fmt: skip
 
     @torch.inference_mode()
-    def _polish(self, pair: FeaturesPair, at0: Tensor, at1: Tensor) -> Tensor:
-        """Where the matches lie in image 1, exact."""
+    def _polish(self, pair: FeaturesPair, at0: Tensor, at1: Tensor) -> tuple[Tensor, ...]:
+        """What `polished` gives."""
         a, b = pair
         assert a.pyramid is not None and b.pyramid is not None
         scales = (a.prepared.sharp_scale, b.prepared.sharp_scale)
@@ -268,13 +294,13 @@ class PairMatcher:
         units, few = (a.pyramid.unit, b.pyramid.unit), len(at0) < FEWEST
         # Those that are added, for a number that is seen often, lie too far away to be neighbours.
         more = (0, 0, 0, round_count(len(at0)) - len(at0))
-        (moved,) = self.recorder(
+        results = self.recorder(
             ("polish", scales, largest, units, few),
             partial(polished, self.subpixel, scales, largest, units, few),
             F.pad(at0, more, value=-1e6), F.pad(at1, more),
             a.pyramid.flat, a.pyramid.table, b.pyramid.flat, b.pyramid.table,
         )  # fmt: skip
-        return moved[: len(at0)]
+        return tuple(x[: len(at0)] for x in results)
 
 
 def polished(
@@ -286,23 +312,28 @@ def polished(
     at0: Tensor,
     at1: Tensor,
     *tables: Tensor,
-) -> tuple[Tensor]:
+) -> tuple[Tensor, ...]:
     """at1 (n 2), first moved by windows of about the size of the model's pixels, then by smaller and smaller
-    ones, as far as the images go.
+    ones, as far as the images go; the error that is left, as the network states it (n); by how much the
+    matches around each did not fit (n); and how far they are in image 0 (n). In pixels of the model's images.
     scales: pixels of the photos that are one of the model's, along x and y; largest: how often the photos are
     halved first; units: of the pyramids, `tables` the rest of them; few: too few matches to tell how the
     images are stretched."""
     first, second = Pyramid(units[0], tables[1], tables[0]), Pyramid(units[1], tables[3], tables[2])
     scale0, scale1 = (torch.cat([at0.new_full((1,), x), at0.new_full((1,), y)]) for x, y in scales)
     same = torch.eye(2, device=at0.device).expand(len(at0), 2, 2)
+    misfit = away = torch.full_like(at0[:, 0], torch.inf)
     for halving in range(largest, -1, -1):
-        stretch = same if few else local_affine(at0, at1, rounds=REWEIGHED)
+        if few:
+            stretch = same
+        else:
+            stretch, misfit, away = neighbourhoods(at0, at1, rounds=REWEIGHED)
         near0, near1 = (at0 + 0.5) * scale0 - 0.5, (at1 + 0.5) * scale1 - 0.5
         rounds = FIRST_ROUNDS if halving == largest else MORE_ROUNDS
         stretch = stretch * (scale1[:, None] / scale0)
-        near1, _ = settle(network, first, second, near0, near1, stretch, rounds, pixel=2.0**halving)
+        near1, error = settle(network, first, second, near0, near1, stretch, rounds, pixel=2.0**halving)
         at1 = (near1 + 0.5) / scale1 - 0.5
-    return (at1,)
+    return at1, error / scale1.mean(), misfit, away
 
 
 @dataclass(frozen=True)
@@ -358,6 +389,11 @@ class Prepared:
             levels = LEVELS + halvings(self.zoom)
             return Pyramid.of(gray[None], levels, recorder)
 
+    def signs(self, score: np.ndarray, stated: np.ndarray, misfit: np.ndarray, away: np.ndarray) -> Signs:
+        """Of matches with this as image 1: stated, misfit: n, in pixels of `gray`; away: n, of image 0's."""
+        pixel = max(self.size) / max(self.gray.shape)
+        return Signs(score, stated * pixel, misfit * pixel, away, pixel)
+
     @property
     def cell_count(self) -> int:
         """Cells to look at."""
@@ -385,6 +421,11 @@ class Prepared:
         """Rows and columns of cells that hold at least one pixel of the image."""
         height, width = self.gray.shape
         return -(-height // CELL), -(-width // CELL)
+
+    def from_original(self, points: np.ndarray) -> np.ndarray:
+        """n 2, float32: what `to_original` undoes, of an image that is not turned."""
+        scale = np.array(self.gray.shape[::-1]) / np.array(self.size)
+        return ((points + 0.5) * scale - 0.5).astype(np.float32)
 
     def to_original(self, points: np.ndarray) -> np.ndarray:
         """n 2, float32: turned back, then the inverse of x -> (x + 0.5) * s - 0.5."""
@@ -443,6 +484,7 @@ class Found:
     batch: PairMatches
     number: int  # of the pair in the batch
     exact: bool = False  # polished
+    signs: tuple[Tensor, ...] | None = None  # what `polished` tells beside the place
 
     @cached_property
     def scores(self) -> np.ndarray:
@@ -503,6 +545,18 @@ def check_options(size: int, threshold: float | None, max_matches: int | None, r
 def check_size(size: Any) -> None:
     if not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < STRIDE:
         raise UserError(f"size must be a whole number of at least {STRIDE} pixels, not {size!r}")
+
+
+def find_calibration(path: str | Path | None, info: WeightsInfo) -> Calibration | None:
+    """None: there is none for these weights."""
+    if path is None and not SHIPPED_CALIBRATION.is_file():  # before the first one is made
+        return None
+    calibration = shipped() if path is None else Calibration.load(Path(path))
+    if (calibration.weights, calibration.subpixel) == (info.sha256, SUBPIXEL_SHA256):
+        return calibration
+    if path is not None:
+        raise UserError(f"{path}: made for other weights (sha256 {calibration.weights[:12]}...)")
+    return None
 
 
 def find_device(name: str | torch.device) -> torch.device:

@@ -18,6 +18,7 @@ from prism_match.files import atomic_path, checksum, into_h5, load_arrays, read_
 from prism_match.geometry import Backend, Estimate, Model, estimate, spread_over
 from prism_match.images import Image, ImageLike, load_image, write_png
 
+BELIEF = ("certainty", "sigma")
 REQUIRED = ("keypoints0", "keypoints1", "scores", "size0", "size1", "name0", "name1")
 
 
@@ -45,6 +46,9 @@ class Matches:
     details: Details | None = None
     # Kept for pictures when the images came from memory and cannot be read again.
     images: tuple[Image | None, Image | None] = field(default=(None, None), compare=False)
+    # None where nobody knows, as for weights that were never calibrated (see `certainty.py`):
+    certainty: np.ndarray | None = None  # n, float32: the probability to be within 3 pixels of image 1
+    sigma: np.ndarray | None = None  # n, float32: the expected error in pixels of image 1
 
     def __post_init__(self) -> None:
         for name, shape in (("keypoints0", (-1, 2)), ("keypoints1", (-1, 2)), ("scores", (-1,))):
@@ -57,6 +61,12 @@ class Matches:
             raise UserError(f"{len(self.keypoints0)} points cannot be matched with {len(self.keypoints1)}")
         if len(self.scores) != len(self.keypoints0):
             raise UserError(f"there are {len(self.scores)} scores for {len(self.keypoints0)} matches")
+        for name in BELIEF:
+            if getattr(self, name) is not None:
+                array = np.asarray(getattr(self, name), dtype=np.float32)
+                if array.shape != self.scores.shape:
+                    raise UserError(f"{name} must have one number for each match")
+                object.__setattr__(self, name, array)
 
     def __repr__(self) -> str:
         sides = ((self.name0, self.size0), (self.name1, self.size1))
@@ -86,8 +96,8 @@ class Matches:
             index = index[np.sort(best)]
         if spread is not None:
             index = index[spread_over(self.keypoints0[index], self.scores[index], spread)]
-        chosen = {name: getattr(self, name)[index] for name in ("keypoints0", "keypoints1", "scores")}
-        return replace(self, **chosen)
+        rows = ("keypoints0", "keypoints1", "scores", *(n for n in BELIEF if getattr(self, n) is not None))
+        return replace(self, **{name: getattr(self, name)[index] for name in rows})
 
     def _chosen(self, keep: np.ndarray | Sequence[int] | Sequence[bool]) -> np.ndarray:
         chosen = np.asarray(keep)
@@ -101,7 +111,7 @@ class Matches:
         return chosen if chosen.dtype == bool else chosen.astype(np.int64)
 
     def swap(self) -> Matches:
-        """The same matches with the images exchanged."""
+        """The same matches with the images exchanged; how exact they are in the other one is not known."""
         d = self.details
         return Matches(
             self.keypoints1, self.keypoints0, self.scores, self.size1, self.size0, self.name1, self.name0,
@@ -241,6 +251,7 @@ def _to_arrays(m: Matches) -> dict[str, np.ndarray]:
     if m.details is not None:
         kinds = {"keep0": bool, "keep1": bool, "nmi0": np.float32, "nmi1": np.float32}
         arrays |= {k: np.asarray(v, kinds[k]) for k, v in vars(m.details).items() if v is not None}
+    arrays |= {name: value for name in BELIEF if (value := getattr(m, name)) is not None}
     return arrays | {"count": np.array(len(m)), "checksum": np.array(checksum(arrays))}
 
 
@@ -264,9 +275,11 @@ def _from_arrays(arrays: Mapping[str, Any]) -> Matches:
         keep = [np.asarray(arrays[k], dtype=bool) for k in ("keep0", "keep1")]
         nmi = [np.asarray(arrays[k], dtype=np.float32) if k in arrays else None for k in ("nmi0", "nmi1")]
         details = Details(keep[0], keep[1], nmi[0], nmi[1])
+    belief = {k: np.asarray(arrays[k], dtype=np.float32).reshape(-1) for k in BELIEF if k in arrays}
     return Matches(
-        points[0], points[1], scores, sizes[0], sizes[1], str(arrays["name0"]), str(arrays["name1"]), details
-    )
+        points[0], points[1], scores, sizes[0], sizes[1], str(arrays["name0"]), str(arrays["name1"]), details,
+        **belief,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def _save_npz(path: Path, m: Matches) -> None:
@@ -298,16 +311,19 @@ def _save_csv(path: Path, m: Matches) -> None:
         # The first line tells of the images, as a comment that csv readers can skip.
         seal = _to_arrays(replace(m, details=None))
         writer.writerow(["#", *m.size0, *m.size1, m.name0, m.name1, seal["count"], seal["checksum"]])
-        writer.writerow(["x0", "y0", "x1", "y1", "score"])
-        table = np.concatenate([m.keypoints0, m.keypoints1, m.scores[:, None]], axis=1)
+        belief = [name for name in BELIEF if getattr(m, name) is not None]
+        writer.writerow(["x0", "y0", "x1", "y1", "score", *belief])
+        columns = [m.scores, *(getattr(m, name) for name in belief)]
+        table = np.concatenate([m.keypoints0, m.keypoints1, np.stack(columns, axis=1)], axis=1)
         writer.writerows([[repr(float(x)) for x in row] for row in table])
 
 
 def _load_csv(path: Path) -> dict[str, Any]:
     with path.open(newline="", encoding="utf-8") as file:
-        head, _, *rows = csv.reader(file)
-    table = np.array(rows, dtype=np.float32).reshape(-1, 5)
+        head, names, *rows = csv.reader(file)
+    table = np.array(rows, dtype=np.float32).reshape(-1, len(names))
     arrays = {"keypoints0": table[:, :2], "keypoints1": table[:, 2:4], "scores": table[:, 4]}
+    arrays |= {name: column for name, column in zip(names[5:], table.T[5:], strict=True) if name in BELIEF}
     _, width0, height0, width1, height1, name0, name1, *seal = head
     images = {"size0": (width0, height0), "size1": (width1, height1), "name0": name0, "name1": name1}
     return arrays | images | dict(zip(("count", "checksum"), seal, strict=len(seal) > 0))

@@ -74,19 +74,32 @@ def local_affine(points0: Tensor, points1: Tensor, rounds: int = 0) -> Tensor:
     """n 2 2: how the offsets of each point's neighbours in image 0 become their offsets in image 1, by least
     squares; the identity where there are too few or they do not agree. rounds: of weighing neighbours anew
     by how well they fit, where matches are not all good."""
+    return neighbourhoods(points0, points1, rounds)[0]
+
+
+def neighbourhoods(points0: Tensor, points1: Tensor, rounds: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """What `local_affine` gives; by how many pixels of image 1 the neighbours do not fit (n); and how far
+    they are in image 0 (n). Infinite where there are too few."""
     if len(points0) < FEWEST:
-        return torch.eye(2, device=points0.device, dtype=points0.dtype).expand(len(points0), 2, 2)
+        same = torch.eye(2, device=points0.device, dtype=points0.dtype).expand(len(points0), 2, 2)
+        unknown = torch.full_like(points0[:, 0], torch.inf)
+        return same, unknown, unknown
     rows = []
     for part in torch.arange(len(points0), device=points0.device).split(AT_ONCE):
         distance = torch.cdist(points0[part], points0)
         near = distance.topk(NEIGHBOURS + 1, dim=1, largest=False).indices[:, 1:]
         d0, d1 = (p[near] - p[part, None] for p in (points0, points1))  # m k 2
-        rows.append(fitting_affine(d0, d1, rounds))
-    return torch.cat(rows)
+        rows.append((*fitted_affine(d0, d1, rounds), d0.norm(dim=2).mean(1)))
+    return tuple(torch.cat(x) for x in zip(*rows, strict=True))  # type: ignore[return-value]
 
 
 def fitting_affine(d0: Tensor, d1: Tensor, rounds: int) -> Tensor:
     """n 2 2, of the neighbours of each point: d0 and d1 are their offsets (n k 2) in either image."""
+    return fitted_affine(d0, d1, rounds)[0]
+
+
+def fitted_affine(d0: Tensor, d1: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
+    """And the mean distance (n) by which it misses them."""
     weight = torch.ones_like(d0[..., 0])
     for n in range(rounds + 1):
         affine = _linear_fit(d0, d1, weight)
@@ -96,7 +109,8 @@ def fitting_affine(d0: Tensor, d1: Tensor, rounds: int) -> Tensor:
     error = (rest * weight).sum(1) / weight.sum(1)
     turned = affine[:, 0, 0] * affine[:, 1, 1] - affine[:, 0, 1] * affine[:, 1, 0]
     sound = (error < 0.2 * d0.norm(dim=2).mean(1)) & (turned > 1 / 16) & (turned < 16)
-    return torch.where(sound[:, None, None], affine, torch.eye(2, device=d0.device, dtype=d0.dtype))
+    same = torch.eye(2, device=d0.device, dtype=d0.dtype)
+    return torch.where(sound[:, None, None], affine, same), error
 
 
 def _linear_fit(d0: Tensor, d1: Tensor, weight: Tensor) -> Tensor:

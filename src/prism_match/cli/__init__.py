@@ -10,6 +10,7 @@ import typer
 from prism_match import __version__
 from prism_match.cli.align import align_command
 from prism_match.cli.bench import bench
+from prism_match.cli.calibrate import calibrate
 from prism_match.cli.convert import convert
 from prism_match.cli.data import data
 from prism_match.cli.demo import demo
@@ -17,6 +18,7 @@ from prism_match.cli.eval import evaluate
 from prism_match.cli.export import export_app
 from prism_match.cli.info import info
 from prism_match.cli.localize import localize_command
+from prism_match.cli.locate import locate
 from prism_match.cli.match import match
 from prism_match.cli.match_pairs import match_pairs_command
 from prism_match.cli.serve import page, serve
@@ -34,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (match, demo, convert, info):
+for command in (match, locate, demo, convert, info):
     app.command()(command)
 app.command("align")(align_command)
 app.command("stitch")(stitch_command)
@@ -43,6 +45,7 @@ app.command("eval")(evaluate)
 app.command()(bench)
 app.command()(train)
 app.command()(train_subpixel)
+app.command()(calibrate)
 app.command()(sfm)
 app.command("localize")(localize_command)
 app.command()(view)
