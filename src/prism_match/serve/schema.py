@@ -51,6 +51,8 @@ class Matched(BaseModel):
     keypoints0: list[tuple[float, float]]
     keypoints1: list[tuple[float, float]]
     scores: list[float] = Field(description="From 0 to 1, best first.")
+    certainty: list[float] | None = Field(None, description="The probability to be within 3 pixels.")
+    sigma: list[float] | None = Field(None, description="The expected error in pixels of image 1.")
     size0: tuple[int, int] = Field(description="Width, height.")
     size1: tuple[int, int]
     time: Times
@@ -108,6 +110,8 @@ MATCHED_EXAMPLE = {
     "keypoints0": [[103.5, 211.5], [119.5, 203.5]],
     "keypoints1": [[98.21, 240.87], [114.02, 231.4]],
     "scores": [0.97, 0.83],
+    "certainty": [0.99, 0.96],
+    "sigma": [0.41, 0.62],
     "size0": [640, 480],
     "size1": [640, 480],
     "time": {
