@@ -115,6 +115,13 @@ def test_a_calibration_is_for_its_weights_alone(tmp_path: Path, tiny_weights: Pa
         PairMatcher(tiny_weights).locate(np.zeros((64, 64)), np.zeros((64, 64)), np.zeros((1, 2)))
 
 
+def test_the_shipped_calibration_is_for_the_shipped_weights() -> None:
+    from prism_match.certainty import shipped
+    from prism_match.weights import SHIPPED_SHA256, SUBPIXEL_SHA256
+
+    assert (shipped().weights, shipped().subpixel) == (SHIPPED_SHA256, SUBPIXEL_SHA256)
+
+
 def test_the_map_of_a_neighbourhood_is_found_in_spite_of_wrong_matches() -> None:
     torch.manual_seed(0)
     at0 = 200 * torch.rand(400, 2)
@@ -157,11 +164,7 @@ def tiny_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def matcher() -> PairMatcher:
-    from prism_match.weights import SHIPPED_SHA256, SUBPIXEL_SHA256
-
-    matcher = PairMatcher(device="cpu", size=320)
-    matcher.calibration = made_up(SHIPPED_SHA256, SUBPIXEL_SHA256)
-    return matcher
+    return PairMatcher(device="cpu", size=320)
 
 
 def test_points_are_found_where_the_homography_has_them(matcher: PairMatcher) -> None:

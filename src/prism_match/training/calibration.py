@@ -53,7 +53,7 @@ def calibrate(matcher: PairMatcher, sources: Sequence[PairSource], config: Calib
     matches, points = Observed([], [], []), Observed([], [], [])
     for n, batch in enumerate(tqdm(drawn(sources, config), total=config.pairs, unit="pair", mininterval=10)):
         some = matcher.adjusted(
-            size=config.matched[n % len(config.matched)], threshold=WEAKEST, max_matches=None
+            size=config.matched[n % len(config.matched)], threshold=WEAKEST, max_matches=None, rotate="never"
         )
         observe(some, batch, n, matches, points)
     report: dict[str, object] = {"pairs": config.pairs, "size": config.size, "matched": list(config.matched)}
@@ -121,7 +121,7 @@ def true_place(batch: PairBatch, points: np.ndarray) -> tuple[np.ndarray, np.nda
 
 def held_out(terms: np.ndarray, errors: np.ndarray, pair: np.ndarray) -> dict[str, object]:
     """How well a fit to one half of the pairs holds on the other."""
-    test = pair // 2 % 2 == 1  # as many of each of two sources
+    test = pair // 4 % 2 == 1  # pairs of several sources take turns
     fit = Regression.fit(terms[~test], errors[~test])
     certainty = 1 / (1 + np.exp(-np.clip(terms[test] @ np.array(fit.right), -30, 30)))
     sigma = np.exp(np.clip(terms[test] @ np.array(fit.error), -5, 5))
