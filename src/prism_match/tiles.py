@@ -26,13 +26,13 @@ from prism_match.model.prism import CELL
 from prism_match.windows import INSTALL, Box, Windows, open_windows
 
 if TYPE_CHECKING:
-    from prism_match.matcher import PairMatcher, Prepared
+    from prism_match.matcher import ImageFeatures, PairMatcher
 
 log = logging.getLogger(__name__)
 
 # The longer side of tiles (pixels) and what a pair of square ones takes at most (GiB), measured: on a CPU the
 # peak of the whole process, on a GPU what is held with caches (there of photos of 4:3, by their area).
-CPU_MEMORY = {320: 1.0, 480: 1.5, 640: 2.5, 832: 5.0}
+CPU_MEMORY = {320: 1.05, 480: 1.3, 640: 1.35, 832: 1.6}
 GPU_MEMORY = {277: 0.43, 416: 0.67, 554: 0.96, 720: 1.69, 998: 1.84, 1386: 3.31, 1774: 4.7, 2217: 6.68}
 # Of tiles of image 0, as parts of the longest side; the rest is room for what image 1 shows of it, which is
 # not quite as large as was thought, turned or stretched.
@@ -41,8 +41,9 @@ GROWTH = 8  # times as fine as the last pass is the next: a tile then still has 
 FEWEST = 3  # matches of the last pass in a part of image 0 that is looked at again
 NEIGHBOURS = 12  # matches that tell how a part of image 0 lies in image 1
 STRETCHED = 6  # times as far one way as the other is no map, but chance
-SAME_SCALE = 1.25  # a single tile whose scales differ by less has been matched already
+SAME_SCALE = 1.25  # tiles whose scales differ by less from those of the last pass would bring next to nothing
 RATIOS = (2, 4, 8)  # by which one image is shrunk where they hardly match
+PARTS_RATIO, PARTS_SCALE, LEAST_GAIN = 3, 2.0, 1.5  # the same where the other is seen in parts, finer by this
 # Matches that fit one affine map, of so many cells of the smaller image, or at least so many, are no chance.
 EVIDENT, CONVINCING, SHARE = 0.2, 16, 0.01
 CONSISTENT = 3.0  # pixels, as matched, by which a match may miss the map
@@ -80,6 +81,11 @@ class Pass:
         _, inliers = fit_affine(*self.points, CONSISTENT / self.scale1)
         return inliers
 
+    @property
+    def support(self) -> int:
+        """How many do."""
+        return int(self.consistent().sum())
+
     def evidence(self) -> float:
         scores = self.matches.scores
         return float(scores[scores >= EVIDENT].sum())
@@ -87,7 +93,7 @@ class Pass:
     def is_weak(self) -> bool:
         sizes = (self.matches.size0, self.scale0), (self.matches.size1, self.scale1)
         cells = min(math.prod(size) * (scale / CELL) ** 2 for size, scale in sizes)
-        return int(self.consistent().sum()) < max(CONVINCING, SHARE * cells)
+        return self.support < max(CONVINCING, SHARE * cells)
 
 
 def match_in_tiles(
@@ -103,10 +109,10 @@ def match_in_tiles(
     limit = WHOLE * 2**20 if matcher.tile_memory is None else int(matcher.tile_memory * 2**30 / 8)
     with open_windows(image0, mask0, limit) as first, open_windows(image1, mask1, limit) as second:
         side = tile_side(matcher, (first, second))
-        plain = matcher.adjusted(tiles=None, size=min(matcher.size, side), max_matches=None)
+        plain = matcher.adjusted(tiles=None, tile_memory=None, size=min(matcher.size, side), max_matches=None)
         found = coarse_pass(plain, first, second, details)
         tiled = plain.adjusted(size=side, rotate="never")
-        for finest in scales_to_come(found):
+        for finest in scales_to_come(found) if found.support >= CONVINCING else ():
             tiles = plan_tiles(found, side, finest)
             if not tiles or is_the_same(tiles, found):
                 break
@@ -145,38 +151,89 @@ def coarse_pass(plain: PairMatcher, first: Windows, second: Windows, details: bo
 
     # As large as is worth polishing at: large files need not be read at full detail for that.
     wholes = [whole(image, MOST_ZOOM * plain.size) for image in (first, second)]
-    prepared = [plain.prepare(image, keep=True) for image in wholes]
-    features = plain.extract_prepared(prepared)
+    features = plain.extract_prepared([plain.prepare(image, keep=True) for image in wholes])
+    matches = plain.match_extracted([(features[0], features[1])], details=details)[0]
+    views = [View(image.box, f) for image, f in zip((first, second), features, strict=True)]
+    found = Pass(resized(matches, first.size, second.size), views[0].scale, views[1].scale)
+    if not found.is_weak():
+        return found
+    return ScaleSearch((first, second), wholes, views, found).best_of(plain)
 
-    def result(matches: Matches, used: Sequence[Prepared]) -> Pass:
-        scales = [p.gray.shape[1] / image.size[0] for p, image in zip(used, (first, second), strict=True)]
-        return Pass(resized(matches, first.size, second.size), scales[0], scales[1])
 
-    pair = (features[0], features[1])
-    best = result(plain.match_extracted([pair], details=details)[0], prepared)
-    if not best.is_weak():
+@dataclass(frozen=True)
+class View:
+    """A part of an image as the model sees it."""
+
+    box: Box
+    features: ImageFeatures
+
+    @property
+    def scale(self) -> float:
+        return self.features.prepared.gray.shape[1] / self.box.width
+
+
+@dataclass(frozen=True)
+class ScaleSearch:
+    """One image seen whole or in parts, and the other shrunk, until they match."""
+
+    images: tuple[Windows, Windows]
+    wholes: Sequence[Image]
+    views: Sequence[View]  # of the images, whole
+    plain: Pass  # what these have in common
+
+    def best_of(self, matcher: PairMatcher) -> Pass:
+        best = self.plain
+        upright, turning = matcher.adjusted(rotate="never"), matcher.adjusted(rotate="always")
+        for tries in (
+            self.smaller(upright),
+            self.smaller(turning) if matcher.rotate != "never" else (),
+            self.in_parts(upright),
+        ):
+            best = max([best, *tries], key=lambda found: found.support)
+            if best.support >= CONVINCING:
+                break
+        log.info("hardly a match: tried at other scales, best %.3g to %.3g", best.scale0, best.scale1)
         return best
 
-    def attempt(which: int, ratio: int, matcher: PairMatcher) -> Pass | None:
-        """The image of that number shrunk. It is given as image 1, which is the one that is turned."""
-        size = max(prepared[which].gray.shape) // ratio
-        if size < SMALLEST:
-            return None
-        small = matcher.prepare(wholes[which], size, keep=True)
-        (seen,) = matcher.extract_prepared([small])
-        found = matcher.match_extracted([(features[1 - which], seen)], details=details)[0]
-        if which == 0:
-            return result(found.swap(), [small, prepared[1]])
-        return result(found, [prepared[0], small])
+    def smaller(self, matcher: PairMatcher) -> Iterator[Pass]:
+        """Each image at a half, a quarter and an eighth of its size, against the other."""
+        for ratio, which in product(RATIOS, (0, 1)):
+            yield from self.against(self.views[1 - which], which, ratio, matcher)
 
-    upright, turning = plain.adjusted(rotate="never"), plain.adjusted(rotate="always")
-    for matcher in [upright] if plain.rotate == "never" else [upright, turning]:
-        tried = [attempt(n, ratio, matcher) for ratio, n in product(RATIOS, (0, 1))]
-        best = max([best, *filter(None, tried)], key=lambda p: int(p.consistent().sum()))
-        if int(best.consistent().sum()) >= CONVINCING:
-            break
-    log.info("hardly a match: tried at other scales, best %.3g to %.3g", best.scale0, best.scale1)
-    return best
+    def in_parts(self, matcher: PairMatcher) -> Iterator[Pass]:
+        """What shows an eighth of the other image is tiny there: each image at a third of its size, against
+        nine quarters of the other, which overlap by half, at twice the scale."""
+        for which in (0, 1):
+            other, view = self.images[1 - which], self.views[1 - which]
+            scale = min(1.0, PARTS_SCALE * view.scale)
+            if scale < LEAST_GAIN * view.scale:
+                continue
+            starts = [np.linspace(0, n / 2, 3).astype(int).tolist() for n in other.size]
+            half = [-(-n // 2) for n in other.size]
+            for left, top in product(*starts):
+                box = _box(np.array([left, top]), np.array([left + half[0], top + half[1]]) - 1, other.size)
+                (features,) = matcher.extract_prepared([matcher.prepare(other.part(box, scale))])
+                yield from self.against(View(box, features), which, PARTS_RATIO, matcher)
+
+    def against(self, wide: View, which: int, ratio: int, matcher: PairMatcher) -> Iterator[Pass]:
+        """The image of that number, shrunk, against a view of the other; nothing if it is too small for that.
+        It is given as image 1, which is the one that is turned."""
+        size = max(self.views[which].features.prepared.gray.shape) // ratio
+        narrow = size * min(self.images[which].size) / max(self.images[which].size)
+        if narrow < SMALLEST:
+            return
+        (small,) = matcher.extract_prepared([matcher.prepare(self.wholes[which], size)])
+        found = matcher.match_extracted([(wide.features, small)])[0]
+        there = View(self.images[which].box, small)
+        points = [
+            to_outer(found.keypoints0, wide.box, found.size0),
+            to_outer(found.keypoints1, there.box, found.size1),
+        ]
+        scales = [wide.scale, there.scale]
+        if which == 0:
+            points, scales = points[::-1], scales[::-1]
+        matches = replace(self.plain.matches, keypoints0=points[0], keypoints1=points[1], scores=found.scores)
+        yield Pass(matches, scales[0], scales[1])
 
 
 def whole(image: Windows, longest: float) -> Image:
@@ -341,10 +398,10 @@ def _split(box: Box, columns: int, rows: int) -> list[Box]:
 
 
 def is_the_same(tiles: list[Tile], found: Pass) -> bool:
-    """Whether it would be the last pass again."""
+    """Whether it would be about the last pass again."""
     changes = [abs(math.log(t.scale0 / found.scale0)) for t in tiles]
     changes += [abs(math.log(t.scale1 / found.scale1)) for t in tiles]
-    return len(tiles) == 1 and max(changes) < math.log(SAME_SCALE)
+    return max(changes) < math.log(SAME_SCALE)
 
 
 def match_tiles(matcher: PairMatcher, first: Windows, second: Windows, tiles: list[Tile], last: Pass) -> Pass:
