@@ -44,8 +44,10 @@ STRETCHED = 6  # times as far one way as the other is no map, but chance
 SAME_SCALE = 1.25  # tiles whose scales differ by less from those of the last pass would bring next to nothing
 RATIOS = (2, 4, 8)  # by which one image is shrunk where they hardly match
 PARTS_RATIO, PARTS_SCALE, LEAST_GAIN = 3, 2.0, 1.5  # the same where the other is seen in parts, finer by this
-# Matches that fit one affine map, of so many cells of the smaller image, or at least so many, are no chance.
-EVIDENT, CONVINCING, SHARE = 0.2, 16, 0.01
+# So many matches that fit one affine map are no chance; an image of which so few match, or so small a share
+# of its cells, may match better at another scale.
+CONVINCING, FEW, SHARE = 8, 16, 0.01
+EVIDENT = 0.2  # least score of a match that counts as evidence, as in `matcher.py`
 CONSISTENT = 3.0  # pixels, as matched, by which a match may miss the map
 WHOLE = 256  # MiB of pixels: larger files are read by windows where no memory is given
 
@@ -93,7 +95,7 @@ class Pass:
     def is_weak(self) -> bool:
         sizes = (self.matches.size0, self.scale0), (self.matches.size1, self.scale1)
         cells = min(math.prod(size) * (scale / CELL) ** 2 for size, scale in sizes)
-        return self.support < max(CONVINCING, SHARE * cells)
+        return self.support < max(FEW, SHARE * cells)
 
 
 def match_in_tiles(
@@ -330,7 +332,7 @@ def reliable(found: Pass) -> tuple[Points, Points]:
     """Matches that agree with an epipolar geometry, where there is one."""
     points0, points1 = found.points
     fit = found.matches.estimate("fundamental", threshold=CONSISTENT / found.scale1)
-    keep = fit.inliers if fit.num_inliers >= CONVINCING else np.ones(len(points0), dtype=bool)
+    keep = fit.inliers if fit.num_inliers >= FEW else np.ones(len(points0), dtype=bool)
     return points0[keep], points1[keep]
 
 
