@@ -4,8 +4,9 @@
     python benchmarks/tiles.py zoom PHOTO... --zooms 3,4,6,8 --turn 90 --size 832
     python benchmarks/tiles.py posed DATA/strecha --pairs 8 --size 480 --single 480,1024
 
-generated: a mosaic of scikit-image's pictures and noise of every size (--side pixels), and what a homography
-makes of it, of which image 1 sees the share --seen of the width and height; errors against the homography.
+generated: two parts (--side pixels) of a mosaic of scikit-image's pictures and noise, which overlap by about
+the share --seen of the width and height; the second is turned, tilted, darker and noisy. Errors are against
+the homography.
 zoom: PHOTO against 1/zoom of itself, of as many pixels each detail, warped by a homography, darker and
 with noise, turned by --turn degrees. posed: pairs of calibrated photos; distances to the true epipolar lines.
 """
@@ -143,9 +144,10 @@ def generated(
 ) -> None:
     rows = []
     for seed in range(seeds):
-        image0 = mosaic(side, seed)
-        other = (round(side * seen), round(side * seen * 0.9))
-        image1, truth = seen_again(image0, other, (side * 0.45, side * 0.55), 12, 0.9, seed)
+        larger = mosaic(round(side * (2 - seen)), seed)
+        image0 = np.ascontiguousarray(larger[:side, :side])
+        centre = (side * (1.5 - seen), side * (1.5 - seen))
+        image1, truth = seen_again(larger, (side, side), centre, 12, 0.95, seed)
         facts = {"side": side, "seen": seen, "seed": seed}
         rows += compare(image0, image1, ways(size, numbers(single), threads), against(truth), facts)
     write(rows, out)

@@ -53,7 +53,7 @@ class SiftMatcher(Matcher):
         for p in (a, b):
             gray = np.ascontiguousarray((p.gray * 255).round().astype(np.uint8))
             mask = None if p.mask is None else np.ascontiguousarray((p.mask >= 0.5).astype(np.uint8))
-            sift = cv2.SIFT_create(min(gray.size // 40, 1500), contrastThreshold=0.02)
+            sift = cv2.SIFT_create(min(gray.size // 50, 800), contrastThreshold=0.02)
             found.append(sift.detectAndCompute(gray, mask))
         (keys0, seen0), (keys1, seen1) = found
         pairs = []

@@ -47,6 +47,7 @@ PARTS_RATIO, PARTS_SCALE, LEAST_GAIN = 3, 2.0, 1.5  # the same where the other i
 # So many matches that fit one affine map are no chance; an image of which so few match, or so small a share
 # of its cells, may match better at another scale.
 CONVINCING, FEW, SHARE = 8, 16, 0.01
+READ = 2  # times the size that whole images are matched at: as large as they are read, to be polished at
 EVIDENT = 0.2  # least score of a match that counts as evidence, as in `matcher.py`
 CONSISTENT = 3.0  # pixels, as matched, by which a match may miss the map
 WHOLE = 256  # MiB of pixels: larger files are read by windows where no memory is given
@@ -149,10 +150,7 @@ def tile_side(matcher: PairMatcher, images: Sequence[Windows]) -> int:
 
 def coarse_pass(plain: PairMatcher, first: Windows, second: Windows, details: bool) -> Pass:
     """Both images whole; where they hardly match, one of them smaller than the other."""
-    from prism_match.matcher import MOST_ZOOM
-
-    # As large as is worth polishing at: large files need not be read at full detail for that.
-    wholes = [whole(image, MOST_ZOOM * plain.size) for image in (first, second)]
+    wholes = [whole(image, READ * plain.size) for image in (first, second)]
     features = plain.extract_prepared([plain.prepare(image, keep=True) for image in wholes])
     matches = plain.match_extracted([(features[0], features[1])], details=details)[0]
     views = [View(image.box, f) for image, f in zip((first, second), features, strict=True)]
