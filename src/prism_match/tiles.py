@@ -355,8 +355,8 @@ def _tile(
     # Depth makes matches deviate from the map of their neighbourhood: the larger it is, the more.
     extent = float(np.ptp(points1[near], axis=0).max())
     matrix, fitting = fit_affine(points0[near], points1[near], max(CONSISTENT / found.scale1, 0.05 * extent))
-    if matrix is None:
-        return []
+    if matrix is None:  # no one map holds: perhaps one does in parts of it
+        return _split(core, 2, 2) if max(core.width, core.height) > side else []
     ratio = scale_of(matrix)
     scale0 = min(1.0, ratio, finest)
     scale1 = scale0 / ratio
