@@ -408,5 +408,7 @@ def test_many_pairs_and_extraction_with_tiles(large, tiled) -> None:  # noqa: AN
     np.testing.assert_array_equal(found.keypoints1, expected.keypoints1)
     with pytest.raises(UserError, match="single pairs"):
         Prism(matcher)
+    with pytest.raises(UserError, match="frames are matched whole"):
+        matcher.track([image0, image1])
     with pytest.raises(UserError, match="depends on its partner"):
         matcher.extract([image0])

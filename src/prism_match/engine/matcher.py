@@ -79,6 +79,8 @@ class Matcher(PairMatcher):
         from prism_match.maps.sequence import SequenceOptions, follow
         from prism_match.maps.video import read_frames
 
+        if self.tiles is not None:
+            raise UserError("track: frames are matched whole, which needs tiles=None")
         options = SequenceOptions(again, gap, min_length, cache_mib * 2**20)
         if isinstance(frames, (str, os.PathLike)):
             frames = (frame.pixels for frame in read_frames(Path(frames)))
@@ -120,6 +122,7 @@ class MatcherSettings:
             precision=next(name for name, dtype in DTYPES.items() if dtype == matcher.dtype),
             size=matcher.size, threshold=matcher.threshold, max_matches=matcher.max_matches,
             rotate=matcher.rotate, polish=matcher.polish,
+            tiles=matcher.tiles, tile_memory=matcher.tile_memory,
         )  # fmt: skip
 
     def open(self) -> Matcher:
