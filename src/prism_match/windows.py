@@ -3,7 +3,6 @@ whole through rasterio, where it is installed, all others from memory."""
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import warnings
@@ -146,7 +145,10 @@ def open_windows(source: ImageLike, mask: ImageLike | None, most_bytes: int) -> 
     if min(windows.size) < SMALLEST:
         width, height = windows.size
         raise UserError(f"{windows.name}: too small ({width}x{height}); at least {SMALLEST} pixels a side")
-    return windows if mask is None else replace(windows, mask=load_mask(mask, windows))
+    if mask is None:
+        return windows
+    region = load_mask(mask, windows)
+    return replace(windows, mask=region, held=windows.held + region.nbytes)
 
 
 def _in_memory(source: ImageLike) -> InMemory:
@@ -178,7 +180,6 @@ def _open_large(source: ImageLike, most_bytes: int) -> OnDisk | None:
         size, orientation = read_header(path)
         if size is not None and math.prod(size) * 4 <= most_bytes:
             return None
-    logging.getLogger("rasterio").setLevel(logging.ERROR)
     with warnings.catch_warnings(), rasterio.Env(GDAL_CACHEMAX=GDAL_CACHE):
         warnings.simplefilter("ignore")
         try:
@@ -198,7 +199,10 @@ def _open_large(source: ImageLike, most_bytes: int) -> OnDisk | None:
     shown = shown[::-1] if orientation >= 5 else shown
     # A look at all of it: a mask that hides everything was never filled.
     look = tuple(min(n, 256) for n in (dataset.height, dataset.width))
-    seen = dataset.dataset_mask(out_shape=look)
+    try:
+        seen = dataset.dataset_mask(out_shape=look)
+    except rasterio.errors.RasterioError as error:
+        raise UserError(f"{path}: damaged image ({error})") from error
     return OnDisk(str(path), shown, None, 0, dataset, orientation, bool(seen.any() and not seen.all()))
 
 
