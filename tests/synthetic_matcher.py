@@ -33,6 +33,8 @@ class SyntheticMatcher:
     max_matches: int | None = None
     rotate: str = "never"
     polish: bool = False
+    tiles: str | None = None
+    tile_memory: float | None = None
     loose: float = 0.0  # share of the matches that are a pixel off
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     info: WeightsInfo = field(default_factory=lambda: WeightsInfo(None, "synthetic", ModelConfig(), {}))

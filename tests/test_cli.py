@@ -208,3 +208,22 @@ def test_import_is_light() -> None:
     """Asking for help must not wait for PyTorch."""
     code = "import sys, prism_match.cli; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_match_in_tiles(prism, tmp_path: Path) -> None:
+    options = ["--size", "96", "--threshold", "0", "--device", "cpu", "--rotate", "never", "--tiles"]
+    code, text, _ = prism(
+        "match", PAIR[0], PAIR[0], "-o", tmp_path, *options, "--geometry", "homography", "--json"
+    )
+    assert code == 0 and json.loads(text)["matches"] > 20
+    matches = Matches.load(tmp_path / "matches.npz")
+    assert matches.size0 == PIL.Image.open(PAIR[0]).size and matches.name0 == PAIR[0]
+    assert np.asarray(PIL.Image.open(tmp_path / "overlay.png")).std() > 10
+    for words, reason in (
+        (["--memory", "4"], "--memory is for --tiles alone"),
+        (["--tiles", "--memory", "-1"], "positive number of GiB"),
+    ):
+        code, _, error = prism("match", *PAIR, "-o", tmp_path, *words)
+        assert code == 2 and reason in error and error.count("\n") == 1
+    code, _, error = prism("match", "none.tif", PAIR[1], "-o", tmp_path, "--tiles")
+    assert code == 2 and "none.tif: no such file" in error

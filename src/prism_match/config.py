@@ -15,6 +15,7 @@ Settings = TypeVar("Settings")
 # Choices that Python and the command line share.
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Rotate = Literal["auto", "always", "never"]
+Tiles = Literal["auto"]
 Backend = Literal["opencv", "usac", "poselib"]  # of two views' geometry
 PnpBackend = Literal["auto", "poselib", "opencv"]  # of a camera's pose
 Sharing = Literal["auto", "shared", "per-image"]  # of cameras among photos

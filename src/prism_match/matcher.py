@@ -21,7 +21,7 @@ from torch import Tensor
 from prism_match import locating
 from prism_match.certainty import SHIPPED as SHIPPED_CALIBRATION
 from prism_match.certainty import Calibration, Signs, shipped
-from prism_match.config import ModelConfig, Precision, Rotate
+from prism_match.config import ModelConfig, Precision, Rotate, Tiles
 from prism_match.errors import UserError
 from prism_match.images import Image, ImageLike, load_image, load_mask, resize
 from prism_match.locating import Located
@@ -69,6 +69,8 @@ class PairMatcher:
         max_matches: int | None = None,
         rotate: Rotate = "auto",
         polish: bool = True,
+        tiles: Tiles | None = None,
+        tile_memory: float | None = None,
         config: ModelConfig | None = None,
         calibration: str | Path | None = None,
     ):
@@ -83,10 +85,17 @@ class PairMatcher:
         has next to no matches. Matches are in pixels of the images as they are given, always.
         polish: whether the model's matches are made exact by a small network that compares both images, as
         large as they are given, around each of them (`subpixel.py`); False: the paper's refinement alone.
+        tiles: "auto" matches images larger than `size` whole first and then, where that found something, tile
+        by tile at full detail, and tries other scales where they hardly match (`tiles.py`); large files are
+        read by windows where rasterio is installed. None: all of an image at once, at `size`.
+        tile_memory: GiB that matching a pair of tiles may take, from which their size follows; None: tiles
+        of `size`.
         calibration: a file of `prism calibrate`, by which matches have a certainty and a sigma; None: the one
         that ships, for the weights that ship. Without one, or without `polish`, they have neither."""
         check_options(size, threshold, max_matches, rotate)
+        check_tiles(tiles, tile_memory)
         self.rotate, self.polish = rotate, polish
+        self.tiles, self.tile_memory = tiles, tile_memory
         self.device = find_device(device)
         self.dtype = find_dtype(precision, self.device)
         self.size, self.threshold, self.max_matches = size, threshold, max_matches
@@ -108,7 +117,11 @@ class PairMatcher:
         details: bool = False,
     ) -> Matches:
         """The correspondences of two images. Masks, of the size of their images, are non-zero where
-        to look. With `details` the result tells what was pruned and when."""
+        to look. With `details` the result tells what was pruned and when; with tiles, of the whole images."""
+        if self.tiles is not None:
+            from prism_match.tiles import match_in_tiles
+
+            return match_in_tiles(self, image0, image1, mask0, mask1, details=details)
         with stage("prepare", host=True):
             images = [
                 self.prepare(x, keep=True).masked(mask) for x, mask in ((image0, mask0), (image1, mask1))
@@ -126,13 +139,15 @@ class PairMatcher:
 
     def adjusted(self, **options: Any) -> Self:
         """Another one of the same model, of which nothing is loaded or copied. options: those of `size`,
-        `threshold`, `max_matches`, `rotate` and `polish` that differ."""
+        `threshold`, `max_matches`, `rotate`, `polish`, `tiles` and `tile_memory` that differ."""
         other = copy.copy(self)
+        known = ("size", "threshold", "max_matches", "rotate", "polish", "tiles", "tile_memory")
         for name, value in options.items():
-            if name not in ("size", "threshold", "max_matches", "rotate", "polish"):
+            if name not in known:
                 raise TypeError(f"{name} cannot be adjusted")
             setattr(other, name, value)
         check_options(other.size, other.threshold, other.max_matches, other.rotate)
+        check_tiles(other.tiles, other.tile_memory)
         return other
 
     def in_dtype(self, dtype: torch.dtype) -> Self:
@@ -159,6 +174,10 @@ class PairMatcher:
     def extract(self, images: Sequence[ImageLike], *, size: int | None = None) -> list[ImageFeatures]:
         """What the backbone sees in each image, to be matched any number of times.
         size: the longer side to shrink to; None: the matcher's."""
+        if self.tiles is not None:
+            raise UserError(
+                "extract: which tiles an image has depends on its partner; use match, or tiles=None"
+            )
         return self.extract_prepared([self.prepare(image, size) for image in images])
 
     @torch.inference_mode()
@@ -540,6 +559,17 @@ def check_options(size: int, threshold: float | None, max_matches: int | None, r
         raise UserError(f"max_matches must be at least 1, not {max_matches}")
     if rotate not in get_args(Rotate):
         raise UserError(f"rotate must be one of {', '.join(get_args(Rotate))}, not {rotate!r}")
+
+
+def check_tiles(tiles: Any, memory: Any) -> None:
+    if tiles not in (None, *get_args(Tiles)):
+        raise UserError(f"tiles must be None or {', '.join(get_args(Tiles))}, not {tiles!r}")
+    if memory is None:
+        return
+    if tiles is None:
+        raise UserError("tile_memory is for tiles alone")
+    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 < memory < float("inf"):
+        raise UserError(f"tile_memory must be a positive number of GiB, not {memory!r}")
 
 
 def check_size(size: Any) -> None:

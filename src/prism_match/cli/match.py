@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Literal, Optional
+from typing import TYPE_CHECKING, Annotated, Literal, Optional
 
 import typer
 
@@ -23,6 +23,10 @@ from prism_match.cli.options import (
 )
 from prism_match.cli.output import busy, report, summary, write_results
 from prism_match.errors import UserError
+
+if TYPE_CHECKING:
+    from prism_match.images import ImageLike
+    from prism_match.matcher import MaskLike
 
 
 def match(
@@ -45,6 +49,16 @@ def match(
     ] = "fundamental",
     rotate: RotateOption = "auto",
     polish: PolishOption = True,
+    tiles: Annotated[
+        bool,
+        typer.Option(
+            "--tiles", help="Large photos at full detail, tile by tile; very different scales, too."
+        ),
+    ] = False,
+    memory: Annotated[
+        Optional[float],
+        typer.Option(help="GiB that tiles may take [as --size].", metavar="GIB", show_default=False),
+    ] = None,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
     weights: WeightsOption = None,
@@ -61,23 +75,36 @@ def match(
       prism match a.jpg b.jpg -o out
       prism match a.jpg b.jpg --size 1152 --threshold 0.4 --json
       prism match wall1.jpg wall2.jpg --geometry homography
+      prism match aerial1.tif aerial2.tif --tiles --memory 4
     """
     from prism_match.files import writable_folder
     from prism_match.images import load_image, load_mask
+    from prism_match.tiles import for_pictures
 
     # Before the model is loaded: what is wrong should not take seconds to be told.
     if max_matches is not None and max_matches < 1:
         raise UserError(f"max_matches must be at least 1, not {max_matches}")
-    first, second = load_image(image0), load_image(image1)
-    region0 = None if mask0 is None else load_mask(mask0, first)
-    region1 = None if mask1 is None else load_mask(mask1, second)
-    matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate, polish)
+    if memory is not None and not tiles:
+        raise UserError("--memory is for --tiles alone")
+    first: ImageLike = image0
+    second: ImageLike = image1
+    region0: MaskLike = mask0
+    region1: MaskLike = mask1
+    if not tiles:  # which may be too large to be read whole
+        photo0, photo1 = load_image(image0), load_image(image1)
+        first, second = photo0, photo1
+        region0 = None if mask0 is None else load_mask(mask0, photo0)
+        region1 = None if mask1 is None else load_mask(mask1, photo1)
+    matcher = make_matcher(
+        weights, model_config, device, precision, size, threshold, rotate, polish,
+        "auto" if tiles else None, memory,
+    )  # fmt: skip
     folder = writable_folder(out)
     with busy("matching"):
         start = time.perf_counter()
         matches = matcher.match(first, second, region0, region1, details=True).filter(spread=max_matches)
         seconds = time.perf_counter() - start
     estimate = matches.estimate(geometry)
-    files = write_results(matches, estimate, folder)
+    files = write_results(matches, estimate, folder, for_pictures(matches, image0, image1) if tiles else None)
     result = summary(matches, estimate, matcher, seconds) | {"files": [str(f) for f in files]}
     report(result, as_json)

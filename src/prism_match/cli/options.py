@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import typer
 
-from prism_match.config import ModelConfig, Precision, Rotate, load_model_config
+from prism_match.config import ModelConfig, Precision, Rotate, Tiles, load_model_config
 from prism_match.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ def make_matcher(
     threshold: float | None = None,
     rotate: Rotate = "auto",
     polish: bool = True,
+    tiles: Tiles | None = None,
+    tile_memory: float | None = None,
 ) -> Matcher:
     from prism_match.engine import Matcher
     from prism_match.matcher import DEFAULT_SIZE
@@ -70,6 +72,8 @@ def make_matcher(
         threshold=threshold,
         rotate=rotate,
         polish=polish,
+        tiles=tiles,
+        tile_memory=tile_memory,
         config=parse_config(model_config),
     )
     if not matcher.info.trained:

@@ -14,25 +14,35 @@ if TYPE_CHECKING:
     from prism_match.matches import Matches
 
 
-def write_results(matches: Matches, estimate: Estimate, folder: Path) -> list[Path]:
-    """matches.npz and the pictures; all of them drawn before the first is written."""
+def write_results(
+    matches: Matches, estimate: Estimate, folder: Path, shown: Matches | None = None
+) -> list[Path]:
+    """matches.npz and the pictures; all of them drawn before the first is written.
+    shown: the same matches of smaller images, to draw where the images themselves are too large."""
     import cv2
     import numpy as np
 
     from prism_match import viz
     from prism_match.files import atomic_path
+    from prism_match.geometry import resize_matrix
     from prism_match.images import encode_png
 
-    image0, image1 = matches.image(0).rgb, matches.image(1).rgb
+    shown = matches if shown is None else shown
+    image0, image1 = shown.image(0).rgb, shown.image(1).rgb
     title = f"{len(matches)} matches, {estimate.num_inliers} inliers"
-    pictures = {"matches.png": matches.plot(title=title)}
+    pictures = {"matches.png": shown.plot(title=title)}
     if matches.details is not None:
         pictures["pruning.png"] = viz.draw_pruning(
             image0, image1, matches.details.keep0, matches.details.keep1
         )
     if estimate.model == "homography" and estimate.matrix is not None:
-        covered = cv2.warpPerspective(np.ones(image0.shape[:2], np.uint8), estimate.matrix, matches.size1) > 0
-        pictures["overlay.png"] = viz.draw_overlay(matches.warp(homography=estimate.matrix), image1, covered)
+        matrix = estimate.matrix
+        if shown is not matches:
+            (w0, h0), (w1, h1) = shown.size0, shown.size1
+            larger = resize_matrix(matches.size0[0] / w0, matches.size0[1] / h0)
+            matrix = resize_matrix(w1 / matches.size1[0], h1 / matches.size1[1]) @ matrix @ larger
+        covered = cv2.warpPerspective(np.ones(image0.shape[:2], np.uint8), matrix, shown.size1) > 0
+        pictures["overlay.png"] = viz.draw_overlay(shown.warp(homography=matrix), image1, covered)
     encoded = {folder / name: encode_png(picture) for name, picture in pictures.items()}
     matches.save(folder / "matches.npz")
     for path, png in encoded.items():

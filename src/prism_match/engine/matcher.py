@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prism_match.config import ModelConfig, Precision, Rotate
+from prism_match.config import ModelConfig, Precision, Rotate, Tiles
 from prism_match.engine.methods import Prism
 from prism_match.engine.photos import Resize
 from prism_match.engine.run import Engine, Limits, PairLike
@@ -40,7 +40,9 @@ class Matcher(PairMatcher):
         Photos are known by their content: the features of one are computed once, however many pairs it is
         in, as long as the photos in use at a time fit into `cache_mib`; beyond that the least recently used
         ones are dropped and computed again if they come back. Pairs of equal padded size are matched
-        `batch_size` at a time."""
+        `batch_size` at a time. With tiles, pairs are matched one by one, and nothing is kept between them."""
+        if self.tiles is not None:
+            return (self.match(*pair, details=details) for pair in pairs)
         limits = Limits(batch_size, cache_mib * 2**20)
         return Engine(Prism(self, details), Resize.largest(self.size), limits).stream(pairs)
 
@@ -77,6 +79,8 @@ class Matcher(PairMatcher):
         from prism_match.maps.sequence import SequenceOptions, follow
         from prism_match.maps.video import read_frames
 
+        if self.tiles is not None:
+            raise UserError("track: frames are matched whole, which needs tiles=None")
         options = SequenceOptions(again, gap, min_length, cache_mib * 2**20)
         if isinstance(frames, (str, os.PathLike)):
             frames = (frame.pixels for frame in read_frames(Path(frames)))
@@ -97,6 +101,8 @@ class MatcherSettings:
     max_matches: int | None = None
     rotate: Rotate = "auto"
     polish: bool = True
+    tiles: Tiles | None = None
+    tile_memory: float | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -116,6 +122,7 @@ class MatcherSettings:
             precision=next(name for name, dtype in DTYPES.items() if dtype == matcher.dtype),
             size=matcher.size, threshold=matcher.threshold, max_matches=matcher.max_matches,
             rotate=matcher.rotate, polish=matcher.polish,
+            tiles=matcher.tiles, tile_memory=matcher.tile_memory,
         )  # fmt: skip
 
     def open(self) -> Matcher:

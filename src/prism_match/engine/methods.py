@@ -77,6 +77,8 @@ class Prism:
     """PRISM, as a `Matcher` has it."""
 
     def __init__(self, matcher: PairMatcher, details: bool = False):
+        if matcher.tiles is not None:
+            raise UserError("tiles are for single pairs: use Matcher.match or match_many")
         self.matcher, self.details = matcher, details
         self.name = "PRISM (ours)" if matcher.polish else "PRISM (ours), not polished"
         self.precision = str(matcher.dtype).removeprefix("torch.")
