@@ -30,7 +30,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -314,6 +314,53 @@ def names_list(folder: Path) -> None:
     (folder / "in" / "cameras.txt").write_text("a.png 60 60 31.5 23.5\nb.png 60 60 31.5 23.5\n")
 
 
+def begun_pairs(folder: Path) -> None:
+    """A list, its photos, and what a run of `match-pairs` with a shorter list has left."""
+    (folder / "in" / "images").mkdir(parents=True)
+    for n, name in enumerate("abc"):
+        PIL.Image.fromarray(texture(n)).save(folder / "in" / "images" / f"{name}.png")
+    (folder / "in" / "pairs.txt").write_text("a.png b.png\n")
+    quietly(match_all, folder, folder)
+    (folder / "in" / "pairs.txt").write_text("a.png b.png\n# then\nb.png\tc.png\n")
+    (folder / "out" / "at-hand.json").write_text('["z.png"]')  # as of a run that was killed
+
+
+def two_to_align(folder: Path) -> None:
+    """Photos with what comes along with them, and such that have a place on the ground."""
+    (folder / "in").mkdir()
+    (folder / "other").mkdir()
+    two_photos(folder / "other")
+    image = PIL.Image.fromarray(texture(0))
+    exif = PIL.Image.Exif()
+    exif[0x0112], exif[0x010F] = 6, "maker"
+    exif.get_ifd(0x8769).update({0xA002: 64, 0xA003: 48})
+    image.save(folder / "in" / "exif.jpg", exif=exif, icc_profile=bytes(range(200)))
+    image.convert("RGBA").save(folder / "in" / "alpha.png")
+    image.save(folder / "in" / "plain.tif", compression="tiff_lzw")
+    with contextlib.suppress(ImportError):
+        import rasterio
+        from rasterio.control import GroundControlPoint
+        from rasterio.transform import Affine
+
+        place = {"crs": "EPSG:32632", "transform": Affine(0.5, 0, 500_000, 0, -0.5, 5_000_000)}
+        corners = [(0, 0), (0, 64), (48, 0), (48, 64)]
+        points = [GroundControlPoint(row=y, col=x, x=500_000 + x, y=5_000_000 - y) for y, x in corners]
+        bands = np.moveaxis(texture(0), -1, 0)
+        kinds: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
+            "place.tif": (bands, {**place, "compress": "deflate"}),
+            "deep.tif": (bands[:1].astype(np.uint16) * 200, {**place, "nodata": 0, "tiled": True}),
+            "floats.tif": (bands[:2].astype(np.float32), {**place, "nodata": -1.0, "compress": "lzw"}),
+            "points.tif": (bands, {"crs": "EPSG:32632", "gcps": points}),
+        }
+        for name, (pixels, profile) in kinds.items():
+            size = {"count": len(pixels), "height": 48, "width": 64, "dtype": pixels.dtype.name}
+            blocks = {"blockxsize": 16, "blockysize": 16} if "tiled" in profile else {}
+            with rasterio.open(
+                folder / "in" / name, "w", driver="GTiff", **size, **profile, **blocks
+            ) as file:
+                file.write(pixels)
+
+
 def sequence(folder: Path) -> None:
     write_sequence(scene(), folder / "in" / "flat", False)
     write_sequence(scene(), folder / "in" / "scannet", True)
@@ -542,6 +589,38 @@ def match_listed(folder: Path, victim: Path) -> None:
     prism("sfm", inputs / "images", *words)
 
 
+def match_all(folder: Path, _: Path) -> None:
+    inputs = folder / "in"
+    words = ["--images", inputs / "images", "-o", folder / "out", "--threads", "1", *TINY]
+    prism("match-pairs", inputs / "pairs.txt", *words)
+
+
+class Shifted:
+    """In place of a model, which would find no matches in such photos: the second is the first, moved."""
+
+    size = 64
+
+    def match(self, first: Any, second: Any) -> Matches:
+        y, x = np.mgrid[2:44:3, 2:60:3].reshape(2, -1)
+        points = np.stack([x, y], axis=1).astype(np.float32)
+        noise = np.random.default_rng(0).normal(0, 0.2, points.shape)
+        moved = (points + noise + [1.5, 0.5]).astype(np.float32)
+        scores = np.ones(len(points), np.float32)
+        return Matches(points, moved, scores, first.size, second.size, first.name, second.name)
+
+
+def align_photos(folder: Path, victim: Path) -> None:
+    """The damaged one stays, or is brought onto the other, by every model."""
+    import prism_match.cli.align as command
+
+    command.make_matcher = lambda *_, **__: Shifted()  # type: ignore[assignment, return-value]
+    rng = Random(victim.stat().st_size)
+    pair = [victim, folder / "other" / "b.png"]
+    rng.shuffle(pair)
+    model = rng.choice(["similarity", "homography", "warp"])
+    prism("align", *pair, "-o", folder / "out", "--model", model)
+
+
 def map_photos(folder: Path, _: Path) -> None:
     from prism_match.images import image_size
     from prism_match.maps.cameras import CameraOptions, choose_cameras
@@ -673,6 +752,10 @@ TARGETS: dict[str, Target] = {
     "pairs with poses": Target(4, pair_list, score_pairs, ("in/pairs.txt",)),
     "eval that goes on": Target(2, pair_list, score_pairs, ("out/pairs.jsonl",)),
     "pairs to match": Target(3, names_list, match_listed, ("in/*.txt",)),
+    "match-pairs": Target(
+        3, begun_pairs, match_all, ("in/**/*", "out/at-hand.json", "out/store.json", "out/shards/*")
+    ),
+    "align": Target(4, two_to_align, align_photos),
     "photos to map": Target(4, album, map_photos),
     "RGB-D sequence": Target(4, sequence, score_sequence),
     "localization": Target(3, localized, localize),
@@ -886,7 +969,7 @@ def worker(cases: list[Case], corpus: Corpus, root: Path, most_mib: float, pipe:
 
 def run_forked(
     cases: list[Case], corpus: Corpus, root: Path, seconds: float, most_mib: float
-) -> Iterator[tuple[Case, Outcome]]:
+) -> Generator[tuple[Case, Outcome], None, None]:
     """Each case with its outcome, in order, whatever becomes of the process it runs in."""
     for case in cases:
         corpus.of(case.target)  # before the fork, so that all have the same
@@ -903,12 +986,23 @@ def run_forked(
             finally:
                 os._exit(0)
         os.close(writer)
-        for outcome in listen(process, reader, seconds):
-            yield left.pop(0), outcome
+        with contextlib.closing(listen(process, reader, seconds)) as outcomes:
+            for outcome in outcomes:
+                yield left.pop(0), outcome
 
 
-def listen(process: int, reader: int, seconds: float) -> Iterator[Outcome]:
-    """seconds: of computing, so that it does not matter what else the machine does; of waiting, far more."""
+def listen(process: int, reader: int, seconds: float) -> Generator[Outcome, None, None]:
+    """seconds: of computing, so that it does not matter what else the machine does; of waiting, far more.
+    The process ends with whoever listens."""
+    try:
+        yield from hear(process, reader, seconds)
+    except (GeneratorExit, KeyboardInterrupt):
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        raise
+
+
+def hear(process: int, reader: int, seconds: float) -> Iterator[Outcome]:
     buffer, busy, began, spent = b"", False, time.monotonic(), 0.0
     with os.fdopen(reader, "rb", buffering=0) as pipe:
         while True:
@@ -949,6 +1043,7 @@ def main() -> None:
     parser.add_argument("--case", help="TARGET:SEED, as a failure is printed")
     parser.add_argument("--keep", type=Path, help="with --case: a new folder for its files")
     parser.add_argument("--seconds", type=float, default=30.0, help="of computing, for a case")
+    parser.add_argument("--minutes", type=float, default=np.inf, help="no further case is begun after these")
     parser.add_argument("--mib", type=float, default=1024.0, help="of a case, at most")
     args = parser.parse_args()
     settle_down()
@@ -968,7 +1063,8 @@ def main() -> None:
             print(f"{cases[0]}: {outcome}")
             sys.exit(1 if outcome.failure else 0)
         with contextlib.suppress(KeyboardInterrupt):  # then what was done is told
-            for case, outcome in run_forked(cases, corpus, Path(name) / "cases", args.seconds, args.mib):
+            told = run_forked(cases, corpus, Path(name) / "cases", args.seconds, args.mib)
+            for case, outcome in told:
                 done[case.target] += 1
                 refused[case.target] += outcome.refused
                 if outcome.failure:
@@ -976,6 +1072,9 @@ def main() -> None:
                     print(f"FAILED {case}: {outcome.failure}", flush=True)
                 if sum(done.values()) % 1000 == 0:
                     print(f"{sum(done.values())} cases, {time.monotonic() - start:.0f} s", flush=True)
+                if time.monotonic() - start > 60 * args.minutes:
+                    break
+            told.close()
     if scene.cache_info().currsize:
         shutil.rmtree(scene().root.parent)
     print(f"\n{'target':<22}{'cases':>8}{'result':>8}{'one line':>10}{'failed':>8}")

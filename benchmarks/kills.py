@@ -160,6 +160,23 @@ def make_depth(folder: Path) -> list[str]:
     return ["data", "depth", "in/sparse", "--images", "in/images", "-o", "out", "--device", "cpu"]
 
 
+def prepare_pairs(folder: Path) -> None:
+    scene, _, _ = make_photos(folder / "in", views=8)
+    lines = [f"{a} {b}\n" for a in scene.names for b in scene.names if a < b]
+    (folder / "in" / "pairs.txt").write_text("".join(lines))
+
+
+def match_pairs(_: Path) -> list[str]:
+    words = ["match-pairs", "in/pairs.txt", "--images", "in/images", "-o", "out", "--shard", "0.001"]
+    return [*words, "--model-config", "tiny", "--size", "160", "--device", "cpu", "--threads", "1"]
+
+
+def pair_by_pair(_: Path) -> None:
+    import prism_match.engine.shards as shards
+
+    shards.FIRST = 1
+
+
 def prepare_export(folder: Path) -> None:
     scene, images, matcher = make_photos(folder / "in", views=4)
     with MatchStore(folder / "in" / "matches.h5", {"method": "known"}) as store:
@@ -223,6 +240,7 @@ JOBS: dict[str, Job] = {
     "train": Job(prepare_train, train),
     "eval": Job(prepare_eval, evaluate, write_at_once),
     "data depth": Job(prepare_depth, make_depth),
+    "match-pairs": Job(prepare_pairs, match_pairs, pair_by_pair),
     "export colmap": Job(prepare_export, export_colmap),
     "export hloc": Job(prepare_export, export_hloc),
     "export onnx": Job(prepare_export, export_onnx),
@@ -334,6 +352,13 @@ def contents(folder: Path) -> dict[str, str]:
         if path.is_file() and path.name not in (".lock",) and path.suffix != ".lock":
             digest = hashlib.sha256(repr(content(path)).encode()).hexdigest()
             found[str(path.relative_to(folder))] = digest[:12]
+    if (folder / "store.json").is_file():  # of `match-pairs`: which pairs share a file depends on their times
+        shards = [name for name in found if name.startswith("shards/") and name.endswith(".h5")]
+        found = {name: digest for name, digest in found.items() if name not in shards}
+        with MatchStore(folder) as store:
+            for (a, b), m in store.items():
+                arrays = repr([digest_of(x) for x in (m.keypoints0, m.keypoints1, m.scores)])
+                found[f"{a} {b}"] = hashlib.sha256(arrays.encode()).hexdigest()[:12]
     return found
 
 
@@ -386,6 +411,7 @@ def digest_of(value: Any) -> str:
 def without_times(value: Any) -> Any:
     if isinstance(value, dict):
         timed = ("seconds", "elapsed", "minutes", "milliseconds", "ms", "pairs_per_s", "ms_per_pair")
+        timed += ("there_before", "matched")  # of `match-pairs`: by which of its runs
         return {k: without_times(v) for k, v in value.items() if k not in timed}
     return [without_times(v) for v in value] if isinstance(value, list) else value
 
@@ -410,7 +436,9 @@ class Tally:
     seconds: float = 0.0  # of an undisturbed run
 
 
-def torment(name: str, kills: int, in_a_row: int, seed: int, root: Path) -> Tally:
+def torment(name: str, kills: int, in_a_row: int, seed: int, root: Path, minutes: float = np.inf) -> Tally:
+    """minutes: after which no further round is begun."""
+    began = time.monotonic()
     job, rng, tally = JOBS[name], Random(f"{name} {seed}"), Tally()
     folder = root / name.replace(" ", "-")
     folder.mkdir()
@@ -420,7 +448,7 @@ def torment(name: str, kills: int, in_a_row: int, seed: int, root: Path) -> Tall
     clear(folder)
     tally.seconds = min(tally.seconds, finish(job, folder))
     compare(expected, contents(folder / "out"))  # or there would be nothing to compare with
-    while tally.kills < kills:
+    while tally.kills < kills and time.monotonic() - began < 60 * minutes:
         clear(folder)
         moments = []
         for _ in range(min(in_a_row, kills - tally.kills)):
@@ -464,13 +492,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=24, help="of each command")
     parser.add_argument("--in-a-row", type=int, default=3, help="kills before a run may end")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=np.inf, help="of a command, then no further round")
     args = parser.parse_args()
     import_all()
     print(f"seed {args.seed}\n{'command':<16}{'run, s':>8}{'kills':>7}{'rounds':>8}{'lost':>6}", flush=True)
     lost = 0
     with tempfile.TemporaryDirectory(prefix="prism-kills-") as name:
         for command in args.commands or JOBS:
-            tally = torment(command, args.kills, args.in_a_row, args.seed, Path(name))
+            tally = torment(command, args.kills, args.in_a_row, args.seed, Path(name), args.minutes)
             lost += tally.lost
             row = f"{tally.seconds:>8.1f}{tally.kills:>7}{tally.rounds:>8}{tally.lost:>6}"
             print(f"{command:<16}{row}", flush=True)

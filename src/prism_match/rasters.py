@@ -11,8 +11,8 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +24,7 @@ import PIL.Image
 from prism_match.errors import UserError
 from prism_match.files import reading
 from prism_match.geometry import warp_points
-from prism_match.images import ORIENTATION, Image, ImageLike, load_image
+from prism_match.images import ORIENTATION, Image, ImageLike, known_formats, load_image, quiet_pillow
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ GEO_TAGS = {33550, 33922, 34264, 34735}  # of a GeoTIFF: scale, tie points, matr
 EXIF_IFD, WIDTH, HEIGHT = 0x8769, 0xA002, 0xA003  # EXIF's tags of its second part and of the size in that
 TIE_POINTS = 8  # along each side, where a map is no matrix that tells all
 WARPED_AS_THEY_ARE = ("uint8", "uint16", "int16", "float32", "float64")  # types that OpenCV interpolates
+HELD = 2**26  # bytes of pixels that a file may tell of, however small it is
+PACKED = 2000  # bytes of pixels beyond that, to a byte of the file: more than compression achieves
 
 Points = Callable[[np.ndarray], np.ndarray]  # n 2 -> n 2
 
@@ -77,7 +79,8 @@ def open_picture(source: ImageLike) -> Picture:
                 return Picture(load_image(raster.image(str(path))), raster=raster)
             log.warning('%s: its georeferencing is left out: pip install "prism-match[geo]"', path)
         image = load_image(path)
-        with suppress(OSError, ValueError, SyntaxError), PIL.Image.open(path) as opened:
+        # Pixels can be read where what comes along is damaged, in any way there is: then they come alone.
+        with suppress(Exception), quiet_pillow(), PIL.Image.open(path, formats=known_formats()) as opened:
             return Picture(image, what_comes_along(opened, image.size))
         return Picture(image)
     image = load_image(source)
@@ -85,13 +88,13 @@ def open_picture(source: ImageLike) -> Picture:
 
 
 def is_georeferenced(path: Path) -> bool:
-    with suppress(OSError, ValueError, SyntaxError), PIL.Image.open(path) as opened:
+    with suppress(Exception), quiet_pillow(), PIL.Image.open(path, formats=known_formats()) as opened:
         return bool(GEO_TAGS & set(getattr(opened, "tag_v2", ())))
     # Bands that Pillow has no name for are no reason not to look.
     if path.suffix.lower() in (".tif", ".tiff") and path.is_file() and find_spec("rasterio") is not None:
         import rasterio
 
-        with suppress(rasterio.errors.RasterioError), quiet(), rasterio.open(path) as file:
+        with suppress(Exception), quiet(), rasterio.open(path, driver="GTiff") as file:
             return bool(file.count)
     return False
 
@@ -106,20 +109,30 @@ def what_comes_along(opened: PIL.Image.Image, size: tuple[int, int]) -> dict[str
     return more
 
 
-def quiet() -> Any:
+@contextmanager
+def quiet() -> Iterator[None]:
     """Files without a place are nothing to warn of."""
-    caught = warnings.catch_warnings()
-    warnings.simplefilter("ignore")
-    return caught
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def read_raster(path: Path) -> Raster:
     import rasterio
 
-    with reading(path, "a georeferenced picture"), rasterio.open(path) as file:
+    # Only as what it is: some of GDAL's formats are lists of other files and addresses.
+    with reading(path, "a georeferenced picture"), quiet(), rasterio.open(path, driver="GTiff") as file:
+        check_size(path, file.width * file.height, [np.dtype(name).itemsize for name in file.dtypes])
         gcps, crs = file.gcps
         place = {"crs": crs, "gcps": gcps} if gcps else {"crs": file.crs, "transform": file.transform}
         return Raster(file.read(), file.nodata, file.dataset_mask() > 0, place)
+
+
+def check_size(path: Path, pixels: int, bands: list[int]) -> None:
+    """Before room is made for them. bands: bytes of a pixel of each."""
+    most = 2 * PIL.Image.MAX_IMAGE_PIXELS if PIL.Image.MAX_IMAGE_PIXELS else pixels  # Pillow's own rule
+    if pixels > most or pixels * sum(bands) > max(HELD, PACKED * path.stat().st_size):
+        raise UserError("too many pixels; refused as a possible decompression bomb")
 
 
 def encode_moved(

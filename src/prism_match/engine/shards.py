@@ -231,7 +231,7 @@ def run_here(job: Job, shards: Shards, describe: Callable[[np.ndarray], Shard]) 
     assert job.store is not None
     store = open_folder(job.store)
     suspects: set[str] = set()
-    with suppress(UserError, ValueError, TypeError):
+    with suppress(UserError, ValueError, TypeError, RecursionError):
         suspects.update(json.loads(store.read(AT_HAND)))
     worker = Worker(job)
     while shards.left:

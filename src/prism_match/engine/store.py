@@ -272,11 +272,14 @@ def _load(file: h5py.File, images: Mapping[str, ImageEntry], pair: Names) -> Mat
 def read_settings(address: str | Path) -> dict[str, Any]:
     """Of a folder of matches."""
     try:
-        return json.loads(open_folder(address).read(SETTINGS))["settings"]
+        settings = json.loads(open_folder(address).read(SETTINGS))["settings"]
+        if not isinstance(settings, dict):
+            raise TypeError("no settings in it")
     except UserError as error:
         raise UserError(f"{address}: no folder of matches ({error})") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{address}/{SETTINGS}: damaged ({error})") from error
+    return settings
 
 
 def is_store(path: Path) -> bool:

@@ -63,7 +63,11 @@ def write_database(
         for image in db.read_all_images():
             if image.name in images:
                 check_size(image.name, db.read_camera(image.camera_id), cameras[images[image.name]])
-        full = [name for name in images if name in known and db.num_keypoints_for_image(known[name])]
+        # Asked for as COLMAP keeps them: an image that was found to have no keypoints has an entry, too.
+        full = [name for name in images if name in known and db.exists_keypoints(known[name])]
+        for a, b in shared.matches:
+            if a in known and b in known and db.exists_matches(known[a], known[b]):
+                full.append(a)
         if full and not overwrite:
             raise ValueError(f"{full[0]} has keypoints in this database already; --overwrite replaces them")
         if full:
