@@ -238,6 +238,43 @@ def test_without_rasterio_the_place_is_lost_with_a_word(pictures, tmp_path, monk
     np.testing.assert_array_equal(picture.image.rgb, load_image(pictures[1]).rgb)
 
 
+def test_a_damaged_raster_is_refused_by_one_line(tmp_path):
+    rasterio = pytest.importorskip("rasterio")
+    place = rasterio.transform.from_origin(500_000, 5_000_000, 0.5, 0.5)
+    whole = tmp_path / "whole.tif"
+    bands = np.random.default_rng(0).integers(0, 255, (2, 48, 64), np.uint8)
+    write_raster(whole, bands, transform=place, compress="deflate")
+    (tmp_path / "cut.tif").write_bytes(whole.read_bytes()[:-3000])
+    with pytest.raises(UserError, match="cut.tif: not a georeferenced picture, or a damaged one"):
+        rasters.open_picture(tmp_path / "cut.tif")
+    # What tells of gigabytes, and has none of them.
+    vast = {"count": 1, "height": 30_000, "width": 4_000, "dtype": "float64", "sparse_ok": True}
+    with rasterio.open(tmp_path / "vast.tif", "w", driver="GTiff", transform=place, **vast):
+        pass
+    with pytest.raises(UserError, match="vast.tif: too many pixels"):
+        rasters.open_picture(tmp_path / "vast.tif")
+    # A list of other files under a name that is none.
+    (tmp_path / "list.tif").write_text(
+        f"""<VRTDataset rasterXSize="64" rasterYSize="48"><VRTRasterBand dataType="Byte" band="1"><SimpleSource>
+        <SourceFilename>{whole}</SourceFilename></SimpleSource></VRTRasterBand></VRTDataset>"""
+    )
+    with pytest.raises(UserError, match="list.tif: not an image"):
+        rasters.open_picture(tmp_path / "list.tif")
+
+
+def test_damaged_exif_leaves_the_pixels(tmp_path, monkeypatch):
+    """Pillow raises whatever comes to it."""
+    path = tmp_path / "a.jpg"
+    PIL.Image.fromarray(np.zeros((48, 64, 3), np.uint8)).save(path)
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(rasters, "what_comes_along", fail)
+    picture = rasters.open_picture(path)
+    assert picture.image.size == (64, 48) and not picture.more
+
+
 @pytest.fixture
 def prism(monkeypatch, capsys):
     def run(*words: object) -> tuple[int, str, str]:

@@ -309,6 +309,24 @@ def test_the_command_and_who_reads_its_store(tmp_path, photos):
         assert isinstance(ended.exception, UserError) and line in str(ended.exception)
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"settings": [1]}', '{"settings": 3}', "{}", "no JSON"])
+def test_damaged_settings_of_a_store_are_told(tmp_path, photos, text):
+    job = make_job(photos, tmp_path / "store")
+    run(make_list(2), job)
+    (tmp_path / "store" / "store.json").write_text(text)
+    with pytest.raises(UserError, match="store.json: damaged"):
+        run(make_list(3), job)
+    with pytest.raises(UserError, match="store.json: damaged"):
+        MatchStore(tmp_path / "store")
+
+
+def test_a_damaged_note_of_what_was_at_hand_is_nothing(tmp_path, photos):
+    job = make_job(photos, tmp_path / "store")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "at-hand.json").write_text("[" * 100_000)
+    assert run(make_list(2), job).matched == 1
+
+
 @pytest.mark.slow
 def test_kills_at_random_moments(tmp_path):
     """In the end it is as if nothing had happened."""

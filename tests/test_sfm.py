@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import zlib
@@ -311,8 +312,6 @@ def test_an_error_of_colmap_is_told_in_a_line(tmp_path):
 
 def tables(database: Path) -> dict[str, list]:
     """Read by SQLite itself, not by what has written it."""
-    import sqlite3
-
     with closing(sqlite3.connect(database)) as db:
         names = dict(db.execute("SELECT image_id, name FROM images"))
         keypoints = {
@@ -360,6 +359,14 @@ def test_export_into_an_existing_database(built, tmp_path):
     after = tables(database)
     assert after["cameras"] == before["cameras"]  # they stay those of the database
     assert all(np.array_equal(after["keypoints"][k], v) for k, v in before["keypoints"].items())
+    with closing(sqlite3.connect(database)) as opened, opened:  # entries without points, matches without any
+        opened.execute("DELETE FROM keypoints WHERE image_id = 1")
+        opened.execute("UPDATE keypoints SET rows = 0, data = NULL")
+    export_colmap(out / "matches.h5", database, overwrite=True)
+    again = tables(database)
+    for what in ("keypoints", "matches"):
+        assert again[what].keys() == after[what].keys()
+        assert all(np.array_equal(again[what][k], v) for k, v in after[what].items())
 
 
 def test_export_of_photos_that_exif_turns(built, tmp_path):
