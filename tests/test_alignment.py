@@ -255,8 +255,9 @@ def test_a_damaged_raster_is_refused_by_one_line(tmp_path):
         rasters.open_picture(tmp_path / "vast.tif")
     # A list of other files under a name that is none.
     (tmp_path / "list.tif").write_text(
-        f"""<VRTDataset rasterXSize="64" rasterYSize="48"><VRTRasterBand dataType="Byte" band="1"><SimpleSource>
-        <SourceFilename>{whole}</SourceFilename></SimpleSource></VRTRasterBand></VRTDataset>"""
+        f"""<VRTDataset rasterXSize="64" rasterYSize="48"><VRTRasterBand dataType="Byte" band="1">
+        <SimpleSource><SourceFilename>{whole}</SourceFilename></SimpleSource>
+        </VRTRasterBand></VRTDataset>"""
     )
     with pytest.raises(UserError, match="list.tif: not an image"):
         rasters.open_picture(tmp_path / "list.tif")
