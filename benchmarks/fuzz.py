@@ -997,8 +997,10 @@ def listen(process: int, reader: int, seconds: float) -> Generator[Outcome, None
     try:
         yield from hear(process, reader, seconds)
     except (GeneratorExit, KeyboardInterrupt):
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
+        with contextlib.suppress(ChildProcessError):  # it has ended before
+            if os.waitpid(process, os.WNOHANG) == (0, 0):
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
         raise
 
 
