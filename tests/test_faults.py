@@ -32,8 +32,6 @@ from prism_match.serve.batches import Manner, ModelThread
 from prism_match.training.checkpoint import Checkpoint, checkpoints, save_checkpoint
 from prism_match.weights.store import export_weights
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def some_matches(count: int = 4000) -> Matches:
     g = np.random.default_rng(0)

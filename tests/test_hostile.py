@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from random import Random
 
+import cv2
 import h5py
 import numpy as np
 import PIL.Image
@@ -30,7 +31,7 @@ from prism_match.evaluation.pairs import PosePair
 from prism_match.evaluation.scannet import read_scannet
 from prism_match.export.hloc import read_dense_matches, read_sparse_matches
 from prism_match.files import load_arrays
-from prism_match.frames import read_depth
+from prism_match.frames import read_depth, read_gray
 from prism_match.images import image_size, load_image
 from prism_match.maps.cameras import read_exif
 from prism_match.maps.retrieval import describe_files
@@ -39,8 +40,6 @@ from prism_match.matches import Matches
 from prism_match.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from prism_match.training.data.photos import PhotoStore
 from prism_match.weights import weights_info
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).parents[1]
 DEEP = "[" * 100_000
@@ -58,6 +57,24 @@ def test_arrays_that_are_not_there_are_not_made_room_for(tmp_path: Path) -> None
         file.attrs["name0"] = file.attrs["name1"] = "x"
     assert path.stat().st_size < 10_000
     for read in (read_depth, Matches.load):
+        with pytest.raises(UserError) as told:
+            read(path)
+        assert str(told.value).startswith(str(path))
+
+
+def test_parts_of_a_png_that_are_not_there_are_not_made_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenCV would take four gigabytes for this one."""
+    path = tmp_path / "x.png"
+    cv2.imwrite(str(path), np.full((4, 5), 2000, np.uint16))
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"what follows is not read")
+    np.testing.assert_array_equal(read_depth(path), np.full((4, 5), 2.0))
+    assert read_gray(path).shape == (4, 5)
+    path.write_bytes(whole[:33] + b"\xf0" + whole[34:])
+    monkeypatch.setattr(cv2, "imdecode", lambda *_: pytest.fail("is decoded"))
+    for read in (read_depth, read_gray):
         with pytest.raises(UserError) as told:
             read(path)
         assert str(told.value).startswith(str(path))

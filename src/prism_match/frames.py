@@ -23,6 +23,7 @@ from prism_match.files import new_h5, read_dataset
 
 log = logging.getLogger(__name__)
 
+PNG = b"\x89PNG\r\n\x1a\n"
 COLOUR = (".jpg", ".jpeg", ".png")
 INTRINSICS = ("camera-intrinsics.txt", "intrinsic/intrinsic_color.txt", "intrinsic_color.txt")
 
@@ -43,6 +44,29 @@ class Frame:
         return None
 
 
+def decode_pixels(data: np.ndarray, flags: int) -> np.ndarray | None:
+    """data: n, uint8: a file. As OpenCV decodes it; None: it does not."""
+    if not data.size or promises_too_much(data):
+        return None
+    try:
+        return cv2.imdecode(data, flags)
+    except cv2.error:  # more pixels than it takes
+        return None
+
+
+def promises_too_much(data: np.ndarray) -> bool:
+    """Whether a PNG tells of a part that is longer than the file: OpenCV makes room for gigabytes of it."""
+    at = len(PNG)
+    while data[: len(PNG)].tobytes() == PNG and at + 8 <= len(data):
+        length, kind = int.from_bytes(data[at : at + 4].tobytes(), "big"), data[at + 4 : at + 8].tobytes()
+        at += 12 + length
+        if at > len(data):
+            return True
+        if kind == b"IEND":  # what follows is not read
+            break
+    return False
+
+
 def read_gray(path: Path | str) -> np.ndarray:
     """h w, uint8. Raises UserError with one line that names the file when it does not decode."""
     try:
@@ -51,10 +75,7 @@ def read_gray(path: Path | str) -> np.ndarray:
         raise UserError(f"{path}: cannot be read ({e.strerror})") from e
     # EXIF rotation is ignored on purpose: poses and depth refer to the pixels as stored.
     flags = cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION
-    try:
-        image = cv2.imdecode(data, flags) if data.size else None
-    except cv2.error:  # more pixels than it takes
-        image = None
+    image = decode_pixels(data, flags)
     if image is None:
         raise UserError(f"{path}: not an image that can be decoded")
     return image
@@ -74,11 +95,11 @@ def read_depth(path: Path | str, per_metre: float = 1000.0) -> np.ndarray:
             with h5py.File(path, "r") as f:
                 depth = read_dataset(f["depth"]).astype(np.float32)
         else:
-            raw = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
+            raw = decode_pixels(np.fromfile(path, np.uint8), cv2.IMREAD_UNCHANGED)
             if raw is None:
                 raise ValueError("not a depth image")
             depth = raw.astype(np.float32) / np.float32(per_metre)
-    except (OSError, KeyError, ValueError, RuntimeError, MemoryError, cv2.error) as e:
+    except (OSError, KeyError, ValueError, RuntimeError, MemoryError) as e:
         raise UserError(f"{path}: no depth map can be read from it ({e})") from e
     if depth.ndim != 2 or depth.size == 0:
         raise UserError(f"{path}: depth map of shape {depth.shape}, expected height x width")

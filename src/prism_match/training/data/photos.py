@@ -23,6 +23,7 @@ from torch import Tensor
 
 from prism_match.engine.photos import IMAGE_SUFFIXES, in_threads
 from prism_match.errors import UserError
+from prism_match.frames import decode_pixels
 from prism_match.training.data.photometric import CALM, Draw, augment
 from prism_match.training.data.texture import flat_cells, forget_flat
 from prism_match.training.pairs import PairBatch, cell_centres
@@ -147,10 +148,7 @@ def _encoded_in_tar(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def _decode(name: str, data: bytes, size: int) -> np.ndarray:
     """Gray, centre square, `size` x `size` uint8."""
-    try:
-        image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE)
-    except cv2.error:  # of no bytes, or of too many pixels
-        image = None
+    image = decode_pixels(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE)
     if image is None:
         raise UserError(f"{name}: not an image that can be decoded")
     side = min(image.shape)
