@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import warnings
+import zipfile
 from pathlib import Path
 from random import Random
 
@@ -178,6 +179,15 @@ def test_descriptors_of_another_length_are_made_anew(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", **stored | {first: np.zeros((3, 3))})
     again, _ = describe_files(matcher, files, tmp_path / "d.npz")
     assert all((again[path] == good[path]).all() for path in files)
+
+
+def test_parts_of_an_archive_that_are_no_arrays_are_told(tmp_path: Path) -> None:
+    """NumPy hands them out as bytes."""
+    np.savez(tmp_path / "x.npz", a=np.ones(3))
+    with zipfile.ZipFile(tmp_path / "x.npz", "a") as archive:
+        archive.writestr("b.npy", b"no array")
+    with pytest.raises(ValueError, match="b is no array"):
+        load_arrays(tmp_path / "x.npz")
 
 
 @pytest.mark.parametrize("text", [DEEP, "[]", "null", '{"photos": 3}', '{"photos": {"key": "x"}}'])

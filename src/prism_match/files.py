@@ -310,8 +310,12 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
     """Of an .npz file. ValueError or OSError if it is none, or unpacks to more than any of ours."""
     try:
         _check_unpacked(path)
-        with np.load(path, allow_pickle=False) as arrays:
-            return dict(arrays)
+        with np.load(path, allow_pickle=False) as opened:
+            arrays = dict(opened)
+        for name, array in arrays.items():  # what does not begin as an array is handed out as its bytes
+            if not isinstance(array, np.ndarray):
+                raise ValueError(f"{name} is no array")
+        return arrays
     except OSError:
         raise
     except Exception as error:  # damaged archives fail in every way there is
