@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from prism_match.maps.tracks import load_tracks
+from prism_match.maps.shared_keypoints import load_tracks
 
 HALF_PIXEL = 0.5  # COLMAP has the centre of the top-left pixel at (0.5, 0.5)
 MIN_TRIANGULATION_ANGLES = (16.0, 8.0, 4.0)  # degrees, of the first pair; narrower where none is that wide

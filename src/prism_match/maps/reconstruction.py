@@ -32,15 +32,9 @@ from prism_match.maps import pairs as pairing
 from prism_match.maps.cameras import CameraOptions, choose_cameras
 from prism_match.maps.report import PICTURES, write_report
 from prism_match.maps.retrieval import describe_files
+from prism_match.maps.shared_keypoints import SharedKeypoints, load_tracks, save_tracks
 from prism_match.maps.stages import STAGES, Stages
-from prism_match.maps.tracks import (
-    SharedKeypoints,
-    TrackOptions,
-    load_tracks,
-    polish_tracks,
-    save_tracks,
-    share_keypoints,
-)
+from prism_match.maps.tracks import TrackOptions, polish_tracks, share_keypoints
 from prism_match.matcher import PairMatcher, find_device
 
 EXHAUSTIVE_UP_TO = 40  # images; beyond that "auto" retrieves
