@@ -19,6 +19,7 @@ from prism_match.cli import app
 from prism_match.colmap_model import read_model
 from prism_match.errors import UserError
 from prism_match.files import lock_folder
+from prism_match.geometry import rotation_angle
 from prism_match.images import load_image
 from prism_match.maps import colmap
 from prism_match.maps.cameras import CameraOptions
@@ -98,6 +99,18 @@ def test_what_cannot_be_believed_is_left_out_and_named(collected):
 
 
 @needs_pycolmap
+def test_a_camera_that_twins_had_misplaced_is_where_it_belongs(collected):
+    """The wrong pair has more matches than the right ones, so the first reconstruction has followed it."""
+    scene, (_, out, _), _, _ = collected
+    truth = scene.T[6][:3, :3] @ scene.T[4][:3, :3].T
+    errors = []
+    for model in (out / "work" / "first", out):
+        T = {view.name: view.T[:3, :3] for view in read_model(model / "sparse").views}
+        errors.append(rotation_angle(T["view6.png"] @ T["view4.png"].T, truth))
+    assert errors[0] > 10 and errors[1] < 1
+
+
+@needs_pycolmap
 @pytest.mark.parametrize("where", ["", "sparse"])
 def test_the_collection_is_trained_on(collected, where):
     scene, (_, out, _), _, result = collected
@@ -133,7 +146,8 @@ def test_bad_input_is_told_in_a_line(collected, tmp_path):
     assert "is in use by another run" in str(done.exception or done.output)
     for photos, options, reason in (
         (tmp_path / "none", [], "no such folder"),
-        (out / "images", [], "is where results"),
+        (out / "images", [], "is where the results would go"),
+        (out, [], "is where the results would go"),
         (folder, ["--size", "8"], "at least 32 pixels"),
         (folder, ["--min-points", "0"], "at least 1 point"),
         (folder, ["--max-angle", "0"], "above 0"),
@@ -141,6 +155,15 @@ def test_bad_input_is_told_in_a_line(collected, tmp_path):
         done = CliRunner().invoke(app, ["data", "collect", str(photos), "-o", str(out), *options])
         assert done.exit_code and isinstance(done.exception, (UserError, SystemExit))
         assert reason in f"{done.exception} {done.output}"
+
+
+@needs_pycolmap
+def test_photos_and_models_of_others_are_not_replaced(collected, tmp_path):
+    _, (folder, _, options), matcher, _ = collected
+    (tmp_path / "images").mkdir()
+    with pytest.raises(UserError, match="not of this command"):
+        collect(folder, tmp_path, options, lambda: matcher, sweep)
+    assert (tmp_path / "images").is_dir() and not (tmp_path / "work").exists()
 
 
 # ---- parts

@@ -33,6 +33,7 @@ from prism_match.maps.stages import STAGES, Stages
 from prism_match.maps.view_graph import MAX_ANGLE, doubtful_pairs, relative_turns
 from prism_match.matcher import PairMatcher
 
+WRITTEN = ("images", "sparse", "depth")
 EXACT = 1.0  # pixels as they were matched: with looser matches a plane gives any rotation
 # The model, its photos and the folder of the maps -> how these compare with the points, as a dataclass. From
 # outside, since maps and training do not know each other.
@@ -77,8 +78,9 @@ def collect(
     """All of `prism data collect`; what OUT/collection.json holds. Raises `UserError` where fewer than two
     photos are left, or another run is at work."""
     colmap.require()
-    if {out.resolve() / name for name in ("images", "work")} & {photos.resolve(), *photos.resolve().parents}:
-        raise UserError(f"{photos}: is where results of {out} go; give the folder of the photos themselves")
+    results = {out.resolve(), *(out.resolve() / name for name in (*WRITTEN, "work"))}
+    if photos.resolve() in results or results - {out.resolve()} & set(photos.resolve().parents):
+        raise UserError(f"{photos}: is where the results would go; give another folder for them")
     files = find_images(photos, out)
     with lock_folder(writable_folder(out)):
         return _collect(photos, files, out, options, make_matcher, make_depth, progress)
@@ -94,6 +96,11 @@ def _collect(
     progress: bool,
 ) -> dict[str, Any]:
     stages, first = Stages(out / STAGES), out / "work" / "first"
+    if "collection" not in stages.done and any((out / name).exists() for name in WRITTEN):
+        raise UserError(
+            f"{out}: has photos or a model in it that are not of this command; give another folder"
+        )
+    stages.run("collection", "", out, lambda: True)  # what is written here from now on may be replaced
     summary = reconstruct(photos, first, _few_photos(options.sfm, files), make_matcher, progress)
     found = judge(stages, first, options, progress)
     folder = first
@@ -152,9 +159,8 @@ def judge(stages: Stages, folder: Path, options: CollectOptions, progress: bool)
             shared, _ = load_tracks(folder / "tracks.h5")
             pairs = [p for p in shared.matches if cameras.keys() >= set(p) and frozenset(p) in verified]
             scales = MatchStore(store_of(folder, options)).scales
-            turns = relative_turns(
-                shared, pairs, cameras, EXACT * max(1.0, float(np.median(list(scales.values()))))
-            )
+            max_error = EXACT * max(1.0, float(np.median(list(scales.values()))))
+            turns = relative_turns(shared, pairs, cameras, max_error)
             rotations = {view.name: view.T[:3, :3] for view in model.views}
             doubtful = doubtful_pairs(turns, rotations, options.max_angle)
         return [[*names, why] for names, why in sorted(doubtful.items())]
@@ -231,7 +237,7 @@ def write_photos(
     out: Path, files: dict[str, Path], folder: Path, kept: list[str], size: int, progress: bool
 ) -> int:
     """OUT/images and OUT/sparse, as cameras without distortion see them. Depth maps of others are removed."""
-    for name in ("depth", "images", "sparse"):
+    for name in WRITTEN:
         shutil.rmtree(out / name, ignore_errors=True)
     images, sparse = temporary_beside(out / "images"), temporary_beside(out / "sparse")
     try:
