@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import combinations
@@ -10,6 +11,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from conftest import needs_shared
 from synthetic_matcher import SyntheticMatcher, make_photos, true_matches, write_noise
 from synthetic_scene import K, camera
 from typer.testing import CliRunner
@@ -164,6 +166,26 @@ def test_photos_and_models_of_others_are_not_replaced(collected, tmp_path):
     with pytest.raises(UserError, match="not of this command"):
         collect(folder, tmp_path, options, lambda: matcher, sweep)
     assert (tmp_path / "images").is_dir() and not (tmp_path / "work").exists()
+
+
+@needs_pycolmap
+@pytest.mark.slow
+def test_real_photos(tmp_path):
+    """Five photos of a fountain by the command, with the shipped weights at a small size."""
+    scene = needs_shared("eval/strecha/fountain-P11")
+    photos, out = tmp_path / "photos", tmp_path / "out"
+    photos.mkdir()
+    for n in range(3, 8):
+        shutil.copy(scene / "images" / f"{n:04d}.jpg", photos)
+    command = ["data", "collect", str(photos), "-o", str(out), "--size", "320", "--match-size", "320",
+               "--intrinsics", str(scene / "cameras.txt"), "--device", "cpu"]  # fmt: skip
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and "5 of 5 photos" in done.output
+    result = json.loads((out / "collection.json").read_text())
+    assert result["kept"] == 5 and result["pairs_left_out"] == []
+    assert result["depth"]["maps"] == 5 and result["depth"]["median_error"] < 0.02
+    (source,) = make_sources(SourceOptions(colmap=[out / "sparse"]), torch.device("cpu"))
+    assert len(source.source) > 0
 
 
 # ---- parts
