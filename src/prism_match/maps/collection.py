@@ -237,8 +237,6 @@ def write_photos(
     out: Path, files: dict[str, Path], folder: Path, kept: list[str], size: int, progress: bool
 ) -> int:
     """OUT/images and OUT/sparse, as cameras without distortion see them. Depth maps of others are removed."""
-    for name in WRITTEN:
-        shutil.rmtree(out / name, ignore_errors=True)
     images, sparse = temporary_beside(out / "images"), temporary_beside(out / "sparse")
     try:
         sparse.mkdir()
@@ -250,6 +248,8 @@ def write_photos(
             path = images / view.name
             path.parent.mkdir(parents=True, exist_ok=True)
             PIL.Image.fromarray(pixels).save(path, quality=95)
+        for name in WRITTEN:
+            shutil.rmtree(out / name, ignore_errors=True)
         images.replace(out / "images")
         sparse.replace(out / "sparse")
     except OSError as error:

@@ -83,7 +83,7 @@ def doubtful_pairs(
     for names in alone:
         if off[names] > max_angle:
             doubtful[names] = (
-                f"its matches say that the cameras are turned {off[names]:.0f} degrees from where the other "
+                f"its matches say that the cameras are turned {off[names]:.1f} degrees from where the other "
                 "pairs put them, and no third photo speaks for it"
             )
     if confirmed:  # photos in a chain have no triplets at all: then that tells nothing
@@ -143,8 +143,8 @@ def _outvoted(
             outvoted, key=lambda n: (share[n], off[names[n]] <= max_angle, used[names[n]].inliers, names[n])
         )
         removed[names[worst]] = (
-            f"{bad[worst]} of its {bad[worst] + good[worst]} triplets with other photos do not close "
-            f"within {max_angle:.0f} degrees"
+            f"of its triplets with other photos {good[worst]} of {bad[worst] + good[worst]} close within "
+            f"{max_angle:g} degrees"
         )
         left &= ~(triplets == worst).any(axis=1)
 
