@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import combinations
 
@@ -166,6 +166,24 @@ def test_photos_and_models_of_others_are_not_replaced(collected, tmp_path):
     with pytest.raises(UserError, match="not of this command"):
         collect(folder, tmp_path, options, lambda: matcher, sweep)
     assert (tmp_path / "images").is_dir() and not (tmp_path / "work").exists()
+
+
+@needs_pycolmap
+def test_a_full_disk_leaves_the_collection_as_it_was(collected, tmp_path, monkeypatch):
+    _, (folder, out, options), matcher, _ = collected
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("prism_match.maps.collection.undistorted", full)
+    with pytest.raises(UserError, match="cannot be written .No space left"):
+        collect(folder, copy, replace(options, size=100), lambda: matcher, sweep)
+    for name in ("images", "sparse", "depth"):
+        files = [p for p in (out / name).iterdir() if p.name != ".lock"]
+        assert files and all(p.read_bytes() == (copy / name / p.name).read_bytes() for p in files)
+    assert not [p for p in copy.iterdir() if p.name.startswith(".") and p.name != ".lock"]
 
 
 @needs_pycolmap
