@@ -27,7 +27,7 @@ from prism_match.export.hloc import (
     write_features,
     write_matches,
 )
-from prism_match.maps.tracks import IndexedMatches
+from prism_match.maps.shared_keypoints import IndexedMatches
 
 NAMES = ["db/1.jpg", "db/deep/2.jpg", "query/night/q.jpg"]
 

@@ -26,7 +26,7 @@ from prism_match.engine import Engine, Limits, MatchStore, Prism, Resize
 from prism_match.files import TEMPORARY, atomic_path, lock_folder, remove_left_behind, temporary_beside
 from prism_match.frames import write_depth
 from prism_match.images import write_png
-from prism_match.maps.tracks import Keypoints, SharedKeypoints, save_tracks
+from prism_match.maps.shared_keypoints import Keypoints, SharedKeypoints, save_tracks
 from prism_match.matches import Matches
 from prism_match.serve.batches import Manner, ModelThread
 from prism_match.training.checkpoint import Checkpoint, checkpoints, save_checkpoint

@@ -13,7 +13,8 @@ from reference import partner_distances
 
 from prism_match import Matcher, subpixel
 from prism_match.config import PRESETS
-from prism_match.maps.tracks import IndexedMatches, Keypoints, SharedKeypoints, polish_tracks
+from prism_match.maps.shared_keypoints import IndexedMatches, Keypoints, SharedKeypoints
+from prism_match.maps.tracks import polish_tracks
 from prism_match.model import kernels
 from prism_match.model.fast import FastPRISM
 from prism_match.serve.batches import Manner, ModelThread

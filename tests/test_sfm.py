@@ -42,7 +42,8 @@ from prism_match.maps.landmarks import open_map
 from prism_match.maps.localization import Query, localize
 from prism_match.maps.reconstruction import PairOptions, SfmOptions, find_images, reconstruct, upright_copies
 from prism_match.maps.report import camera_centres, draw_match_graph, draw_top_view
-from prism_match.maps.tracks import TrackOptions, load_tracks
+from prism_match.maps.shared_keypoints import load_tracks
+from prism_match.maps.tracks import TrackOptions
 from prism_match.matches import Matches
 from prism_match.training.data.colmap import read_model
 

@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 from prism_match.errors import UserError
 from prism_match.images import write_png
 from prism_match.maps import tracks
-from prism_match.maps.tracks import (
+from prism_match.maps.shared_keypoints import (
     IndexedMatches,
     Keypoints,
     SharedKeypoints,
-    TrackOptions,
     load_tracks,
+    save_tracks,
+)
+from prism_match.maps.tracks import (
+    TrackOptions,
     merge_points,
     one_to_one,
     polish_tracks,
-    save_tracks,
     share_keypoints,
     strongest_of_track,
 )

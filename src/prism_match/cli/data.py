@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from prism_match.cli.options import DeviceOption
+from prism_match.cli.options import (
+    DeviceOption,
+    PrecisionOption,
+    ThresholdOption,
+    WeightsOption,
+    make_matcher,
+)
+from prism_match.cli.output import print_table
+from prism_match.cli.sfm import IntrinsicsOption, ModelOption, SharingOption
+from prism_match.config import Mapper
 from prism_match.errors import UserError
+
+if TYPE_CHECKING:
+    from prism_match.training.depth import DepthCheck
 
 data = typer.Typer(help="Prepare training data and look at it.", no_args_is_help=True)
 
@@ -82,6 +94,91 @@ def depth(
     print(
         f"{check.maps} maps in {out}: {check.kept:.0%} of the pixels kept, median error"
         f" {check.median_error:.2%}, {check.within_2_percent:.0%} of the points within 2 %"
+    )
+
+
+@data.command()
+def collect(
+    photos: Annotated[Path, typer.Argument(help="Folder of photos, with folders in it or not.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The collection; a run goes on where it was.")],
+    size: Annotated[int, typer.Option(help="Longer side of its photos, at most, in pixels.")] = 720,
+    min_points: Annotated[int, typer.Option(help="Leave out photos that see fewer points.")] = 50,
+    max_angle: Annotated[
+        float, typer.Option(help="Leave out pairs that contradict the others by more degrees.")
+    ] = 10.0,
+    mapper: Annotated[
+        Mapper, typer.Option(help="COLMAP's; global is far faster for hundreds of photos.")
+    ] = "global",
+    pairs: Annotated[
+        str,
+        typer.Option(help="auto, exhaustive, sequential, retrieval, or a text file with two names a line."),
+    ] = "auto",
+    neighbours: Annotated[
+        int, typer.Option(help="Retrieval: match each photo with so many that look alike.")
+    ] = 20,
+    cameras: SharingOption = "auto",
+    camera_model: ModelOption = "SIMPLE_RADIAL",
+    intrinsics: IntrinsicsOption = None,
+    matches: Annotated[
+        Optional[Path], typer.Option(help="A matches.h5, or what match-pairs wrote, to use as it is.")
+    ] = None,
+    match_size: Annotated[
+        Optional[int], typer.Option(help="Longer side to match at, in pixels [832].")
+    ] = None,
+    threshold: ThresholdOption = None,
+    weights: WeightsOption = None,
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = "auto",
+    batch: Annotated[Optional[int], typer.Option(help="Pairs matched at a time [GPU 8, CPU 1].")] = None,
+    threads: Annotated[int, typer.Option(help="Of COLMAP [all cores].")] = -1,
+) -> None:
+    """Make a collection to train on of a folder of photos, and nothing else (extra: sfm).
+
+    OUT gets images, sparse and depth, for `prism train --colmap OUT`, report.md with pictures, and
+    collection.json, which has the reason for each photo and pair that was left out.
+
+    \b
+    Examples:
+      prism data collect holiday -o square
+      prism data collect frames -o walk --pairs sequential --cameras shared --mapper incremental
+      prism data collect holiday -o square --matches out/matches.h5
+    """
+    from prism_match.maps.cameras import CameraOptions
+    from prism_match.maps.collection import CollectOptions
+    from prism_match.maps.collection import collect as collect_photos
+    from prism_match.maps.reconstruction import PairOptions, SfmOptions
+    from prism_match.matcher import find_device
+    from prism_match.training.depth import make_depth
+
+    logging.basicConfig(format="%(message)s")
+    where = find_device(device)
+    sfm = SfmOptions(
+        pairs=PairOptions(pairs, neighbours=neighbours),
+        cameras=CameraOptions(cameras, camera_model, intrinsics),
+        mapper=mapper,
+        matches=matches,
+        batch_size=batch,
+        threads=threads,
+        device=device,
+    )
+    options = CollectOptions(sfm, size, min_points, max_angle=max_angle)
+
+    def load_matcher() -> Any:
+        return make_matcher(weights, None, device, precision, match_size, threshold, "never")
+
+    def sweep(model: Path, images: Path, maps: Path) -> DepthCheck:
+        return make_depth(model, images, maps, device=where)
+
+    result = collect_photos(photos, out, options, load_matcher, sweep, progress=True)
+    print_table(
+        {
+            "kept": f"{result['kept']} of {len(result['photos'])} photos",
+            "doubtful": f"{len(result['pairs_left_out'])} of {result['verified_pairs']} pairs",
+            "points": f"{result['points']}",
+            "reprojection error": f"median {result['reprojection_error']['median']} px",
+            "depth": f"{result['depth']['kept']:.0%} of the pixels",
+            "written": f"{out}: images, sparse, depth, report.md, collection.json",
+        }
     )
 
 

@@ -13,7 +13,8 @@ from prism_match.errors import UserError
 from prism_match.images import exif_orientation, to_stored
 from prism_match.maps.cameras import CameraOptions, choose_cameras
 from prism_match.maps.colmap import colmap_error, write_database
-from prism_match.maps.tracks import TrackOptions, polish_tracks, save_tracks, share_keypoints
+from prism_match.maps.shared_keypoints import save_tracks
+from prism_match.maps.tracks import TrackOptions, polish_tracks, share_keypoints
 from prism_match.matcher import find_device
 
 

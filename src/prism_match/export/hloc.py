@@ -20,7 +20,8 @@ import numpy as np
 from prism_match.engine.store import MatchStore, Names, is_store
 from prism_match.errors import UserError
 from prism_match.files import atomic_path, new_h5, read_dataset, reading, writable_folder
-from prism_match.maps.tracks import IndexedMatches, TrackOptions, share_keypoints
+from prism_match.maps.shared_keypoints import IndexedMatches
+from prism_match.maps.tracks import TrackOptions, share_keypoints
 from prism_match.matches import Matches
 
 

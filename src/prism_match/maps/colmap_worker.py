@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from prism_match.maps.tracks import load_tracks
+from prism_match.maps.shared_keypoints import load_tracks
 
 HALF_PIXEL = 0.5  # COLMAP has the centre of the top-left pixel at (0.5, 0.5)
 MIN_TRIANGULATION_ANGLES = (16.0, 8.0, 4.0)  # degrees, of the first pair; narrower where none is that wide
@@ -275,12 +275,43 @@ def undistort(model: str, images: str, out: str) -> dict[str, Any]:
     return {}
 
 
+def pinhole_model(model: str, keep: list[str], size: int, out: str) -> dict[str, Any]:
+    """Writes the model of some of the images as it would be seen without lens distortion, in images whose
+    longer side has at most `size` pixels. The photos themselves are left to the caller, who reads more
+    formats than COLMAP does."""
+    import pycolmap
+
+    scene = pycolmap.Reconstruction(model)
+    kept = set(keep)
+    for image in [scene.images[n] for n in scene.reg_image_ids()]:
+        if image.name not in kept:
+            scene.deregister_frame(image.frame_id)
+    options = pycolmap.UndistortCameraOptions()
+    options.max_image_size = size
+    ideal = {n: pycolmap.undistort_camera(options, camera) for n, camera in scene.cameras.items()}
+    for n in scene.reg_image_ids():
+        image = scene.images[n]
+        old, new = scene.cameras[image.camera_id], ideal[image.camera_id]
+        for point in image.points2D:
+            ray = old.cam_from_img(point.xy)
+            if ray is not None:
+                point.xy = new.img_from_cam(np.append(ray, 1.0))
+    for n, camera in ideal.items():
+        there = scene.cameras[n]
+        there.model, there.width, there.height = camera.model, camera.width, camera.height
+        there.params = list(camera.params)
+    scene.update_point_3d_errors()
+    scene.write_binary(out)
+    return describe(scene)
+
+
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "database": write_database,
     "verify": verify,
     "reconstruct": reconstruct,
     "sift": sift,
     "undistort": undistort,
+    "pinhole_model": pinhole_model,
 }
 
 if __name__ == "__main__":

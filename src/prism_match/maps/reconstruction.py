@@ -32,15 +32,9 @@ from prism_match.maps import pairs as pairing
 from prism_match.maps.cameras import CameraOptions, choose_cameras
 from prism_match.maps.report import PICTURES, write_report
 from prism_match.maps.retrieval import describe_files
+from prism_match.maps.shared_keypoints import SharedKeypoints, load_tracks, save_tracks
 from prism_match.maps.stages import STAGES, Stages
-from prism_match.maps.tracks import (
-    SharedKeypoints,
-    TrackOptions,
-    load_tracks,
-    polish_tracks,
-    save_tracks,
-    share_keypoints,
-)
+from prism_match.maps.tracks import TrackOptions, polish_tracks, share_keypoints
 from prism_match.matcher import PairMatcher, find_device
 
 EXHAUSTIVE_UP_TO = 40  # images; beyond that "auto" retrieves
@@ -75,6 +69,7 @@ class SfmOptions:
     polish: bool = True  # move keypoints to where the photos of their track look most alike
     device: str = "auto"  # to do that on
     cluster: Cluster | None = None  # to match on; None: here
+    without: frozenset[Names] = frozenset()  # pairs that are not used, matched or not
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.batch_size < 1:
@@ -206,11 +201,12 @@ def match_images(
         for name in files.keys() & store.images.keys():
             if file_digest(files[name]) != store.images[name].digest:
                 raise UserError(f"{options.matches}: its matches are of another {name} than the one here")
-        return MatchedPhotos(store, {pair for pair in store if files.keys() >= set(pair)}, {})
+        known = {pair for pair in store if files.keys() >= set(pair)}
+        return MatchedPhotos(store, known - options.without, {})
     matcher = make_matcher()
     numbers, broken = choose_pairs(files, out, options.pairs, matcher, progress)
     names = list(files)
-    pairs = [(names[a], names[b]) for a, b in numbers]
+    pairs = [pair for a, b in numbers if (pair := (names[a], names[b])) not in options.without]
     at_once = options.batch_size or (8 if matcher.device.type == "cuda" else 1)
     limits = Limits(at_once, disk=round(options.features_gib * 2**30), folder=str(out / "features"))
     engine = make_engine(Prism(matcher), Resize.largest(matcher.size), limits, None, options.cluster)

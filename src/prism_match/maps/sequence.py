@@ -18,7 +18,8 @@ from prism_match.files import atomic_path
 from prism_match.geometry import is_evident, spread_over
 from prism_match.images import ImageLike, load_image, write_png
 from prism_match.maps.retrieval import exact_search, pool
-from prism_match.maps.tracks import SharedKeypoints, TrackOptions, components, share_keypoints
+from prism_match.maps.shared_keypoints import SharedKeypoints
+from prism_match.maps.tracks import TrackOptions, components, share_keypoints
 from prism_match.matcher import ImageFeatures, PairMatcher
 from prism_match.matches import Matches
 from prism_match.viz import draw_trails

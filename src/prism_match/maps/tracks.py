@@ -12,19 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import quote, unquote
 
-import h5py
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from prism_match.engine.features import FeatureCache, arrange
-from prism_match.engine.store import Names, group_name
+from prism_match.engine.store import Names
 from prism_match.errors import UserError
-from prism_match.files import new_h5, read_dataset
 from prism_match.images import image_size, load_image
+from prism_match.maps.shared_keypoints import IndexedMatches, Keypoints, SharedKeypoints
 from prism_match.matches import Matches
 from prism_match.polish import local_affine, polish
 
@@ -50,34 +48,6 @@ class TrackOptions:
             raise UserError(f"the largest error must be more than 0 pixels, not {self.max_error}")
         if self.max_keypoints < 1:
             raise UserError(f"at least 1 keypoint an image is needed, not {self.max_keypoints}")
-
-
-@dataclass(frozen=True)
-class Keypoints:
-    xy: np.ndarray  # k 2, float32; the centre of the first pixel is (0, 0)
-    scores: np.ndarray  # k, float32: sum of the scores of its matches
-
-    def __len__(self) -> int:
-        return len(self.scores)
-
-
-@dataclass(frozen=True)
-class IndexedMatches:
-    """Matches between shared keypoints; no keypoint is in two matches of a pair."""
-
-    index: np.ndarray  # m 2, int64: rows of the keypoints of the two images
-    scores: np.ndarray  # m, float32; best first
-
-    def __len__(self) -> int:
-        return len(self.scores)
-
-
-@dataclass(frozen=True)
-class SharedKeypoints:
-    """What COLMAP and others work with: keypoints by image, matches by pair."""
-
-    keypoints: dict[str, Keypoints]
-    matches: dict[Names, IndexedMatches]
 
 
 def share_keypoints(
@@ -339,36 +309,3 @@ def strongest_of_track(shared: SharedKeypoints, strength: np.ndarray) -> np.ndar
     leader = np.empty(len(strength), np.int64)
     leader[track[weakest_first]] = weakest_first  # the last one to be written stays
     return leader[track]
-
-
-def save_tracks(path: Path, shared: SharedKeypoints, colours: dict[str, np.ndarray] | None = None) -> None:
-    """To an .h5 file; colours: k 3, uint8, of the keypoints of each image, where they are known."""
-    with new_h5(path) as (file, _):
-        for name, points in shared.keypoints.items():
-            group = file.create_group(f"keypoints/{quote(name, safe=' ')}")
-            group["xy"], group["scores"] = points.xy, points.scores
-            if colours is not None and name in colours:
-                group["rgb"] = colours[name]
-        for names, matches in shared.matches.items():
-            group = file.create_group(group_name("matches", names))
-            group["index"], group["scores"] = matches.index, matches.scores
-
-
-def load_tracks(path: Path) -> tuple[SharedKeypoints, dict[str, np.ndarray]]:
-    """What `save_tracks` has written: shared keypoints, and colours."""
-    keypoints, colours, matches = {}, {}, {}
-    try:
-        with h5py.File(path, "r") as file:
-            for key, group in file.get("keypoints", {}).items():
-                name = unquote(key)
-                keypoints[name] = Keypoints(read_dataset(group["xy"]), read_dataset(group["scores"]))
-                if "rgb" in group:
-                    colours[name] = read_dataset(group["rgb"])
-            for first, groups in file.get("matches", {}).items():
-                for second, group in groups.items():
-                    names = unquote(first), unquote(second)
-                    index, scores = read_dataset(group["index"]), read_dataset(group["scores"])
-                    matches[names] = IndexedMatches(index, scores)
-    except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise UserError(f"{path}: not a file of tracks ({error})") from error
-    return SharedKeypoints(keypoints, matches), colours
