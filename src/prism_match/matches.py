@@ -333,7 +333,9 @@ def _save_h5(path: Path, m: Matches) -> None:
     with into_h5(path) as (file, _):
         for key, value in _to_arrays(m).items():
             if value.dtype.kind == "U":
-                file.attrs[key] = str(value)
+                # Of fixed length: others HDF5 reads from a heap, which never ends if it is damaged.
+                text = str(value).encode()
+                file.attrs[key] = np.array(text, f"S{max(1, len(text))}")
             else:
                 file[key] = value
 
@@ -343,7 +345,8 @@ def _load_h5(path: Path) -> dict[str, Any]:
 
     with h5py.File(path, "r") as file:
         arrays = {k: read_dataset(v) for k, v in file.items() if isinstance(v, h5py.Dataset)}
-        return arrays | dict(file.attrs)
+        texts = {k: v.decode() if isinstance(v, bytes) else v for k, v in file.attrs.items()}
+        return arrays | texts
 
 
 FORMATS: dict[str, tuple[Callable[[Path, Matches], None], Callable[[Path], dict[str, Any]]]] = {
