@@ -592,7 +592,8 @@ def test_retrieved_pairs_and_their_cache(tmp_path, monkeypatch):
         path = Path(image.prepared.name)
         asked.append(path.name)
         angle = {"0": 0.0, "1": 3.0, "2": 0.1, "4": 3.1}[path.stem]
-        return np.array([np.cos(angle), np.sin(angle)], np.float32)
+        plane = np.array([np.cos(angle), np.sin(angle)], np.float32)
+        return np.pad(plane, (0, 2 * matcher.info.config.coarse_dim - 2))
 
     monkeypatch.setattr(retrieval, "pool", describe)
     cache, matcher = tmp_path / "descriptors.npz", SyntheticMatcher(None)

@@ -322,7 +322,10 @@ def _fill(
     found: Iterable[tuple[Names, Matches]],
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    file.attrs["format"], file.attrs["settings"] = FORMAT, json.dumps(settings, sort_keys=True)
+    file.attrs["format"] = FORMAT
+    file.attrs["settings"] = np.bytes_(
+        json.dumps(settings, sort_keys=True)
+    )  # of fixed length, as in `Matches`
     _save(file, "sizes", np.array([i.size for i in images.values()], np.int64).reshape(-1, 2))
     _save(file, "images", _fixed_text(list(images)))
     _save(file, "digests", _fixed_text([i.digest for i in images.values()]))
