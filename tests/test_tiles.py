@@ -68,7 +68,7 @@ class SiftMatcher(Matcher):
         rows = np.array(sorted(best.values(), key=lambda row: -row[4]), np.float32).reshape(-1, 5)
         return Matches(
             a.to_original(rows[:, :2]), b.to_original(rows[:, 2:4]), rows[:, 4],
-            a.size, b.size, a.name, b.name,
+            a.size, b.size, a.name, b.name, certainty=rows[:, 4], sigma=rows[:, 4],
         )  # fmt: skip
 
 

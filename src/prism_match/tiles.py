@@ -232,7 +232,7 @@ class ScaleSearch:
         scales = [wide.scale, there.scale]
         if which == 0:
             points, scales = points[::-1], scales[::-1]
-        matches = replace(self.plain.matches, keypoints0=points[0], keypoints1=points[1], scores=found.scores)
+        matches = put_together(self.plain.matches, points[0], points[1], found.scores)
         yield Pass(matches, scales[0], scales[1])
 
 
@@ -252,6 +252,8 @@ def resized(matches: Matches, size0: tuple[int, int], size1: tuple[int, int]) ->
     )
     same = matches.size0 == size0, matches.size1 == size1
     images = matches.images[0] if same[0] else None, matches.images[1] if same[1] else None
+    if not same[1]:  # neither of them is about pixels of another size
+        matches = replace(matches, certainty=None, sigma=None)
     return replace(matches, keypoints0=points0, keypoints1=points1, size0=size0, size1=size1, images=images)
 
 
@@ -427,8 +429,13 @@ def match_tiles(matcher: PairMatcher, first: Windows, second: Windows, tiles: li
         points = merged[:, start : start + 2]
         merged = merged[without_doubles(points, merged[:, 4], merged[:, 5], CELL / scale)]
     merged = merged[np.argsort(-merged[:, 4], kind="stable")].astype(np.float32)
-    matches = replace(last.matches, keypoints0=merged[:, :2], keypoints1=merged[:, 2:4], scores=merged[:, 4])
+    matches = put_together(last.matches, merged[:, :2], merged[:, 2:4], merged[:, 4])
     return Pass(matches, scale0, scale1)
+
+
+def put_together(like: Matches, points0: Points, points1: Points, scores: np.ndarray) -> Matches:
+    """Others of the same images. How sure they are is not known: that is about pixels of the tiles."""
+    return replace(like, keypoints0=points0, keypoints1=points1, scores=scores, certainty=None, sigma=None)
 
 
 def without_doubles(points: Points, scores: np.ndarray, tile: np.ndarray, cell: float) -> np.ndarray:
