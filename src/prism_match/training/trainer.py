@@ -355,6 +355,11 @@ class Trainer:
         self.save()
         if self.world.first:
             if not self.stopping:
+                if self.latest is None and self.step:  # killed after its last update: that one's pairs again
+                    feed = Feed(self.mixer)
+                    self._order(feed, self.step - 1)
+                    self.latest = feed.next()[-1].batch
+                    feed.close()
                 self.draw_samples()
                 self.run_validation()
                 self.export()  # again, now that the scores are known
