@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -283,14 +283,24 @@ def write_png(path: str | os.PathLike[str], pixels: np.ndarray) -> None:
     """h w or h w 3 (RGB), uint8; whole or not at all."""
     if Path(path).suffix.lower() != ".png":
         raise UserError(f"{path}: pictures are written as .png")
-    with atomic_path(Path(path)) as temporary:
-        temporary.write_bytes(encode_png(pixels))
+    write_picture(Path(path), pixels)
+
+
+def write_picture(path: Path, pixels: np.ndarray, options: Sequence[int] = ()) -> None:
+    """The same in the format of the suffix. options: of OpenCV's encoder."""
+    data = encode_picture(pixels, path.suffix.lower(), options)
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def encode_png(pixels: np.ndarray) -> bytes:
     """h w or h w 3 (RGB), uint8."""
+    return encode_picture(pixels, ".png")
+
+
+def encode_picture(pixels: np.ndarray, suffix: str, options: Sequence[int] = ()) -> bytes:
     bgr = pixels if pixels.ndim == 2 else pixels[..., ::-1]
-    done, data = cv2.imencode(".png", np.ascontiguousarray(bgr))
+    done, data = cv2.imencode(suffix, np.ascontiguousarray(bgr), options)
     if not done:
         raise RuntimeError("the picture could not be encoded")
     return data.tobytes()

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism_match import locating
-from prism_match.certainty import SHIPPED as SHIPPED_CALIBRATION
 from prism_match.certainty import Calibration, Signs, shipped
 from prism_match.config import ModelConfig, Precision, Rotate, Tiles
 from prism_match.errors import UserError
@@ -579,8 +578,6 @@ def check_size(size: Any) -> None:
 
 def find_calibration(path: str | Path | None, info: WeightsInfo) -> Calibration | None:
     """None: there is none for these weights."""
-    if path is None and not SHIPPED_CALIBRATION.is_file():  # before the first one is made
-        return None
     calibration = shipped() if path is None else Calibration.load(Path(path))
     if (calibration.weights, calibration.subpixel) == (info.sha256, SUBPIXEL_SHA256):
         return calibration

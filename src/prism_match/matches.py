@@ -14,7 +14,16 @@ import numpy as np
 
 from prism_match.config import parse_json
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, checksum, into_h5, load_arrays, read_dataset, reading
+from prism_match.files import (
+    atomic_path,
+    checksum,
+    fixed_text,
+    into_h5,
+    load_arrays,
+    read_dataset,
+    reading,
+    text_of,
+)
 from prism_match.geometry import Backend, Estimate, Model, estimate, spread_over
 from prism_match.images import Image, ImageLike, load_image, write_png
 
@@ -333,9 +342,7 @@ def _save_h5(path: Path, m: Matches) -> None:
     with into_h5(path) as (file, _):
         for key, value in _to_arrays(m).items():
             if value.dtype.kind == "U":
-                # Of fixed length: others HDF5 reads from a heap, which never ends if it is damaged.
-                text = str(value).encode()
-                file.attrs[key] = np.array(text, f"S{max(1, len(text))}")
+                file.attrs[key] = fixed_text([str(value)]).reshape(())
             else:
                 file[key] = value
 
@@ -345,8 +352,7 @@ def _load_h5(path: Path) -> dict[str, Any]:
 
     with h5py.File(path, "r") as file:
         arrays = {k: read_dataset(v) for k, v in file.items() if isinstance(v, h5py.Dataset)}
-        texts = {k: v.decode() if isinstance(v, bytes) else v for k, v in file.attrs.items()}
-        return arrays | texts
+        return arrays | {k: text_of(v) for k, v in file.attrs.items()}
 
 
 FORMATS: dict[str, tuple[Callable[[Path, Matches], None], Callable[[Path], dict[str, Any]]]] = {

@@ -9,7 +9,14 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from prism_match.cli.options import DeviceOption, PrecisionOption, RotateOption, SizeOption, WeightsOption
+from prism_match.cli.options import (
+    DeviceOption,
+    PrecisionOption,
+    RotateOption,
+    SizeOption,
+    WeightsOption,
+    make_matcher,
+)
 from prism_match.errors import UserError
 from prism_match.files import atomic_path, reading
 
@@ -32,14 +39,10 @@ def locate(
 
     Example: prism locate a.jpg b.jpg --points points.csv -o located.csv
     """
-    from prism_match.matcher import DEFAULT_SIZE, PairMatcher
-
     if out.suffix.lower() != ".csv":
         raise UserError(f"{out}: the result is a .csv file")
     given = read_points(points)
-    matcher = PairMatcher(
-        weights, size=size or DEFAULT_SIZE, rotate=rotate, device=device, precision=precision
-    )
+    matcher = make_matcher(weights, None, device, precision, size, None, rotate)
     found = matcher.locate(image0, image1, given)
     with atomic_path(out) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)

@@ -23,6 +23,7 @@ import cv2
 import numpy as np
 import torch
 
+from prism_match.config import parse_json
 from prism_match.engine.features import block_order
 from prism_match.engine.folders import open_folder
 from prism_match.engine.matcher import MatcherSettings
@@ -231,8 +232,8 @@ def run_here(job: Job, shards: Shards, describe: Callable[[np.ndarray], Shard]) 
     assert job.store is not None
     store = open_folder(job.store)
     suspects: set[str] = set()
-    with suppress(UserError, ValueError, TypeError, RecursionError):
-        suspects.update(json.loads(store.read(AT_HAND)))
+    with suppress(UserError, ValueError, TypeError):
+        suspects.update(parse_json(store.read(AT_HAND)))
     worker = Worker(job)
     while shards.left:
         rows = shards.take(1)

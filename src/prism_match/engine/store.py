@@ -33,7 +33,7 @@ from prism_match.config import parse_json
 from prism_match.engine.folders import open_folder
 from prism_match.engine.photos import Resize
 from prism_match.errors import UserError
-from prism_match.files import Lock, new_h5, read_dataset, short_hash, writable_folder
+from prism_match.files import Lock, fixed_text, new_h5, read_dataset, short_hash, text_of, writable_folder
 from prism_match.matches import Matches
 
 FORMAT = 2
@@ -229,13 +229,13 @@ def read_contents(
                 return settings | {"format": int(file.attrs["format"])}, {}, []
             if file.attrs["format"] != FORMAT:
                 raise ValueError(f"of format {file.attrs['format']}; match again")
-            names = [_text(x) for x in read_dataset(file["images"])]
+            names = [text_of(x) for x in read_dataset(file["images"])]
             sizes, digests = (read_dataset(file[key]) for key in ("sizes", "digests"))
             if sizes.shape != (len(names), 2) or not np.issubdtype(sizes.dtype, np.integer):
                 raise ValueError("the sizes of its images are none")
             stamps = read_dataset(file["stamps"]) if "stamps" in file else [""] * len(names)
             images = {
-                name: ImageEntry((size[0], size[1]), _text(digest), _text(stamp))
+                name: ImageEntry((size[0], size[1]), text_of(digest), text_of(stamp))
                 for name, size, digest, stamp in zip(names, sizes.tolist(), digests, stamps, strict=True)
             }
             if "index" in file:
@@ -272,12 +272,12 @@ def _load(file: h5py.File, images: Mapping[str, ImageEntry], pair: Names) -> Mat
 def read_settings(address: str | Path) -> dict[str, Any]:
     """Of a folder of matches."""
     try:
-        settings = json.loads(open_folder(address).read(SETTINGS))["settings"]
+        settings = parse_json(open_folder(address).read(SETTINGS))["settings"]
         if not isinstance(settings, dict):
             raise TypeError("no settings in it")
     except UserError as error:
         raise UserError(f"{address}: no folder of matches ({error})") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{address}/{SETTINGS}: damaged ({error})") from error
     return settings
 
@@ -323,14 +323,12 @@ def _fill(
     check: Callable[[], None] = lambda: None,
 ) -> None:
     file.attrs["format"] = FORMAT
-    file.attrs["settings"] = np.bytes_(
-        json.dumps(settings, sort_keys=True)
-    )  # of fixed length, as in `Matches`
+    file.attrs["settings"] = fixed_text([json.dumps(settings, sort_keys=True)]).reshape(())
     _save(file, "sizes", np.array([i.size for i in images.values()], np.int64).reshape(-1, 2))
-    _save(file, "images", _fixed_text(list(images)))
-    _save(file, "digests", _fixed_text([i.digest for i in images.values()]))
+    _save(file, "images", fixed_text(list(images)))
+    _save(file, "digests", fixed_text([i.digest for i in images.values()]))
     if any(i.stamp for i in images.values()):
-        _save(file, "stamps", _fixed_text([i.stamp for i in images.values()]))
+        _save(file, "stamps", fixed_text([i.stamp for i in images.values()]))
     file.create_group("pairs")
     number = {name: n for n, name in enumerate(images)}
     index = []
@@ -352,13 +350,3 @@ def _save(file: h5py.File, key: str, array: np.ndarray) -> None:
 def group_name(group: str, names: Names) -> str:
     """Names may have slashes in them, which mean something else in the file."""
     return "/".join([group, *(quote(name, safe=" ") for name in names)])
-
-
-def _fixed_text(values: list[str]) -> np.ndarray:
-    """Of one length: HDF5 keeps other texts where it has no checksums."""
-    encoded = [value.encode() for value in values]
-    return np.array(encoded, h5py.string_dtype("utf-8", max(map(len, encoded), default=0) or 1))
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

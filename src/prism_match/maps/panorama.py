@@ -15,9 +15,8 @@ from tqdm import tqdm
 from prism_match.config import Projection
 from prism_match.engine import Engine, Limits, Names, Prism, Resize
 from prism_match.errors import UserError
-from prism_match.files import atomic_path
 from prism_match.geometry import estimate, is_evident, resize_matrix, spread_over, warp_points
-from prism_match.images import image_size, load_image, resize
+from prism_match.images import image_size, load_image, resize, write_picture
 from prism_match.maps import pairs as pairing
 from prism_match.maps.reconstruction import EXHAUSTIVE_UP_TO, retrieve_pairs
 from prism_match.maps.tracks import components
@@ -367,11 +366,7 @@ def warp_photo(path: Path, camera: Camera, projection: str, focal: float, scale:
 def write_panorama(path: Path, pixels: np.ndarray) -> None:
     """h w 3, uint8; whole or not at all."""
     check_suffix(path)
-    done, data = cv2.imencode(path.suffix.lower(), np.ascontiguousarray(pixels[..., ::-1]))
-    if not done:
-        raise RuntimeError("the panorama could not be encoded")
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(data.tobytes())
+    write_picture(path, pixels)
 
 
 def check_suffix(path: Path) -> None:

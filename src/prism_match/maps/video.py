@@ -18,8 +18,8 @@ import numpy as np
 from tqdm import tqdm
 
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, file_digest, short_hash, writable_folder
-from prism_match.images import read_image
+from prism_match.files import file_digest, short_hash, writable_folder
+from prism_match.images import read_image, write_picture
 from prism_match.maps.stages import STAGES, Stages
 from prism_match.viz import shrink
 
@@ -205,11 +205,7 @@ def write_key_frames(
         names = []
         for frame in key_frames(bar, options):
             names.append(f"frame{frame.number:06d}.jpg")
-            done, data = cv2.imencode(".jpg", frame.pixels[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
-            if not done:
-                raise RuntimeError("the frame could not be encoded")
-            with atomic_path(folder / names[-1]) as temporary:
-                temporary.write_bytes(data.tobytes())
+            write_picture(folder / names[-1], frame.pixels, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
         if len(names) < 2:
             raise UserError(f"{video}: the camera hardly moves in it; at least two key frames are needed")
         return names

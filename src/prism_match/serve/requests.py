@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
@@ -16,7 +15,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
-from prism_match.config import Rotate
+from prism_match.config import Rotate, parse_json
 from prism_match.serve.refusal import Gone, Refused
 
 Options = TypeVar("Options", bound=BaseModel)
@@ -144,8 +143,8 @@ async def read_form(request: Request, files: Sequence[str], most: int) -> Sent:
 
 def read_json(body: bytes, files: Sequence[str]) -> Sent:
     try:
-        values = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        values = parse_json(body)
+    except ValueError as error:
         raise Refused(422, "the request is not valid JSON") from error
     if not isinstance(values, dict):
         raise Refused(422, "the request must be a JSON object")
