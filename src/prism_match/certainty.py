@@ -63,7 +63,9 @@ class Regression:
 
     def __call__(self, signs: Signs) -> tuple[np.ndarray, np.ndarray]:
         """The certainty (n, in [0, 1]) and sigma (n, pixels of image 1), float32."""
-        terms = signs.terms()
+        return self.of_terms(signs.terms())
+
+    def of_terms(self, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         certainty = 1 / (1 + np.exp(-np.clip(terms @ np.array(self.right), -30, 30)))
         sigma = np.exp(np.clip(terms @ np.array(self.error), -5, 5))
         return certainty.astype(np.float32), sigma.astype(np.float32)

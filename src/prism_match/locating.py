@@ -18,7 +18,7 @@ from prism_match.errors import UserError
 from prism_match.images import ImageLike
 from prism_match.polish import FEWEST, MISFIT, NEIGHBOURS
 from prism_match.stages import stage
-from prism_match.subpixel import halvings, settle
+from prism_match.subpixel import halvings, sharpen
 
 if TYPE_CHECKING:
     from prism_match.certainty import Signs
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 WEAKEST = 0.05  # least score of a match that tells about its neighbourhood
 REACH = 32.0  # pixels of the model's image 0, about four cells, within which a match has to be
-FIRST_ROUNDS, MORE_ROUNDS = 3, 2  # as for matches
 FITS = 3  # times that the neighbours are weighed anew
 HARDLY = 0.05  # certainty below which a point is taken not to be visible
 AT_ONCE = 4096  # points
@@ -150,12 +149,9 @@ def moved(matcher: PairMatcher, pair: FeaturesPair, guess: Guess) -> Guess:
     """at1 made exact by the windows of both images."""
     first, second = (image.pyramid for image in pair)
     assert first is not None and second is not None
-    scale0, scale1 = (torch.tensor(image.prepared.sharp_scale, device=guess.at0.device) for image in pair)
-    at0, at1 = (guess.at0 + 0.5) * scale0 - 0.5, (guess.at1 + 0.5) * scale1 - 0.5
-    stretch = guess.stretch * (scale1[:, None] / scale0)
-    error = guess.stated
+    scales = pair[0].prepared.sharp_scale, pair[1].prepared.sharp_scale
     largest = halvings(min(image.prepared.zoom for image in pair))
-    for halving in range(largest, -1, -1):
-        rounds = FIRST_ROUNDS if halving == largest else MORE_ROUNDS
-        at1, error = settle(matcher.subpixel, first, second, at0, at1, stretch, rounds, pixel=2.0**halving)
-    return replace(guess, at1=(at1 + 0.5) / scale1 - 0.5, stated=error / scale1.mean())
+    at1, error = sharpen(
+        matcher.subpixel, first, second, scales, largest, guess.at0, guess.at1, lambda _: guess.stretch
+    )
+    return replace(guess, at1=at1, stated=error)

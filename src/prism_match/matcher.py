@@ -30,7 +30,7 @@ from prism_match.model.prism import CELL, STRIDE, Features, PairMatches
 from prism_match.model.recorder import Recorder, round_count
 from prism_match.polish import FEWEST, neighbourhoods
 from prism_match.stages import stage
-from prism_match.subpixel import LEVELS, Pyramid, Subpixel, halvings, settle
+from prism_match.subpixel import LEVELS, Pyramid, Subpixel, halvings, sharpen
 from prism_match.weights import SUBPIXEL_SHA256, WeightsInfo, build_model, load_subpixel, weights_info
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ DEFAULT_SIZE = 832  # longer side in pixels, the paper's size for its ablations
 # the right way up.
 EVIDENT, WEAK = 0.2, 0.005
 REWEIGHED = 2  # times, by how well they fit, the matches around one that tell how image 1 is stretched there
-# Rounds of polishing: the first time matches may be off by pixels, at each larger size by less than one.
-FIRST_ROUNDS, MORE_ROUNDS = 3, 2
 MOST_ZOOM = 4.0  # times the size that is matched: larger photos are polished at no more
 EXTRACTED_AT_ONCE = 2**20  # pixels: larger images fill a GPU one at a time, as all images fill a CPU
 KEPT = 4 * 2**20  # bytes of an image from memory that a result keeps a copy of, for pictures
@@ -331,27 +329,23 @@ def polished(
     at1: Tensor,
     *tables: Tensor,
 ) -> tuple[Tensor, ...]:
-    """at1 (n 2), first moved by windows of about the size of the model's pixels, then by smaller and smaller
-    ones, as far as the images go; the error that is left, as the network states it (n); by how much the
-    matches around each did not fit (n); and how far they are in image 0 (n). In pixels of the model's images.
-    scales: pixels of the photos that are one of the model's, along x and y; largest: how often the photos are
-    halved first; units: of the pyramids, `tables` the rest of them; few: too few matches to tell how the
-    images are stretched."""
+    """What `sharpen` gives, by how much the matches around each did not fit (n), and how far they are in
+    image 0 (n), in pixels of the model's images.
+    units: of the pyramids, `tables` the rest of them; few: too few matches to tell how the images are
+    stretched."""
     first, second = Pyramid(units[0], tables[1], tables[0]), Pyramid(units[1], tables[3], tables[2])
-    scale0, scale1 = (torch.cat([at0.new_full((1,), x), at0.new_full((1,), y)]) for x, y in scales)
     same = torch.eye(2, device=at0.device).expand(len(at0), 2, 2)
-    misfit = away = torch.full_like(at0[:, 0], torch.inf)
-    for halving in range(largest, -1, -1):
-        if few:
-            stretch = same
-        else:
-            stretch, misfit, away = neighbourhoods(at0, at1, rounds=REWEIGHED)
-        near0, near1 = (at0 + 0.5) * scale0 - 0.5, (at1 + 0.5) * scale1 - 0.5
-        rounds = FIRST_ROUNDS if halving == largest else MORE_ROUNDS
-        stretch = stretch * (scale1[:, None] / scale0)
-        near1, error = settle(network, first, second, near0, near1, stretch, rounds, pixel=2.0**halving)
-        at1 = (near1 + 0.5) / scale1 - 0.5
-    return at1, error / scale1.mean(), misfit, away
+    unknown = torch.full_like(at0[:, 0], torch.inf)
+    told = (same, unknown, unknown)
+
+    def stretch_at(at1: Tensor) -> Tensor:
+        nonlocal told
+        if not few:
+            told = neighbourhoods(at0, at1, rounds=REWEIGHED)
+        return told[0]
+
+    at1, error = sharpen(network, first, second, scales, largest, at0, at1, stretch_at)
+    return at1, error, *told[1:]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ zoom and turn are gone before the network looks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -36,6 +36,8 @@ FLAT = 0.008  # deviation of the brightness (of 1) below which a window is taken
 LEVELS = 4  # of an image's pyramid: changes of scale up to eight are sampled without aliasing
 CLOSE = 1.5  # times the size that was matched: what polishing may begin at
 ROUNDS = 2
+# Rounds of polishing: the first time matches may be off by pixels, at each larger size by less than one.
+FIRST_ROUNDS, MORE_ROUNDS = 3, 2
 CHANNELS = 10  # that `comparison` makes of two windows
 AT_ONCE = 2048  # matches
 
@@ -240,6 +242,32 @@ def approach(
         points1 = points1 + torch.einsum("nij,nj->ni", to_image1, step)
         yield points1, error * spacing * scale
         points1 = points1.detach()
+
+
+def sharpen(
+    network: Subpixel,
+    first: Pyramid,
+    second: Pyramid,
+    scales: tuple[tuple[float, float], tuple[float, float]],
+    largest: int,
+    at0: Tensor,
+    at1: Tensor,
+    stretch_at: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """at1 (n 2), first moved by windows of about the size of the model's pixels, then by smaller and smaller
+    ones, as far as the images go; and the error that is left, as the network states it (n). Both in pixels of
+    the model's images.
+    scales: pixels of the photos that are one of the model's, along x and y; largest: how often the photos are
+    halved first; stretch_at: how image 1 is stretched (n 2 2) around where at1 (n 2) is by then."""
+    scale0, scale1 = (torch.cat([at0.new_full((1,), x), at0.new_full((1,), y)]) for x, y in scales)
+    error = torch.full_like(at0[:, 0], torch.inf)
+    for halving in range(largest, -1, -1):
+        stretch = stretch_at(at1) * (scale1[:, None] / scale0)
+        near0, near1 = (at0 + 0.5) * scale0 - 0.5, (at1 + 0.5) * scale1 - 0.5
+        rounds = FIRST_ROUNDS if halving == largest else MORE_ROUNDS
+        near1, error = settle(network, first, second, near0, near1, stretch, rounds, pixel=2.0**halving)
+        at1 = (near1 + 0.5) / scale1 - 0.5
+    return at1, error / scale1.mean()
 
 
 @torch.inference_mode()

@@ -31,6 +31,11 @@ from prism_match.images import (
 OVERSAMPLED = 2  # a decimated read has so many pixels, each way, for one that is wanted
 GDAL_CACHE = 64  # MiB of decoded blocks that GDAL may keep
 INSTALL = "pip install 'prism-match[geo]'"
+# By how files begin. Some of GDAL's others are lists of files and addresses.
+DRIVERS = {
+    b"II": "GTiff", b"MM": "GTiff", b"\xff\xd8": "JPEG", b"\x89P": "PNG", b"RI": "WEBP",
+    b"\x00\x00": "JP2OpenJPEG", b"BM": "BMP", b"P5": "PNM", b"P6": "PNM", b"GI": "GIF",
+}  # fmt: skip
 WINDOWED_TYPES = ("uint8", "uint16", "float32")
 
 
@@ -180,10 +185,14 @@ def _open_large(source: ImageLike, most_bytes: int) -> OnDisk | None:
         size, orientation = read_header(path)
         if size is not None and math.prod(size) * 4 <= most_bytes:
             return None
+    with path.open("rb") as file:
+        driver = DRIVERS.get(file.read(2))
+    if driver is None:
+        return None
     with warnings.catch_warnings(), rasterio.Env(GDAL_CACHEMAX=GDAL_CACHE):
         warnings.simplefilter("ignore")
         try:
-            dataset = rasterio.open(path)
+            dataset = rasterio.open(path, driver=driver)
         except rasterio.errors.RasterioError:
             return None
     bytes_each = np.dtype(dataset.dtypes[0]).itemsize * min(dataset.count, 3)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from prism_match.certainty import RIGHT, Calibration, Regression, Signs, calibration_error
+from prism_match.certainty import BEYOND, RIGHT, Calibration, Regression, Signs, calibration_error
 from prism_match.errors import UserError
 from prism_match.locating import WEAKEST, estimated
 from prism_match.matcher import PairMatcher
@@ -123,12 +123,11 @@ def held_out(terms: np.ndarray, errors: np.ndarray, pair: np.ndarray) -> dict[st
     """How well a fit to one half of the pairs holds on the other."""
     test = pair // 4 % 2 == 1  # pairs of several sources take turns
     fit = Regression.fit(terms[~test], errors[~test])
-    certainty = 1 / (1 + np.exp(-np.clip(terms[test] @ np.array(fit.right), -30, 30)))
-    sigma = np.exp(np.clip(terms[test] @ np.array(fit.error), -5, 5))
+    certainty, sigma = fit.of_terms(terms[test])
     right = errors[test] < RIGHT
     edges = np.quantile(sigma, np.linspace(0, 1, 6))
     fifths = [(sigma >= low) & (sigma <= high) for low, high in zip(edges, edges[1:], strict=False)]
-    bounded = np.minimum(errors[test], 10.0)
+    bounded = np.minimum(errors[test], BEYOND)
     return {
         "count": int(len(errors)),
         "right": round(float(right.mean()), 4),

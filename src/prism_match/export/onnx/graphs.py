@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism_match.matcher import FIRST_ROUNDS, MORE_ROUNDS, MOST_ZOOM, REWEIGHED
+from prism_match.matcher import MOST_ZOOM, REWEIGHED
 from prism_match.model.ablations import absolute_encoding
 from prism_match.model.attention import SADPA
 from prism_match.model.fast import FastRefinement, fused
@@ -29,7 +29,15 @@ from prism_match.model.pruning import remaining
 from prism_match.model.refinement import FINE_PER_CELL, expectation
 from prism_match.model.tokens import map_extent
 from prism_match.polish import FEWEST, fitting_affine
-from prism_match.subpixel import LEVELS, Pyramid, Subpixel, approach, halvings
+from prism_match.subpixel import (
+    FIRST_ROUNDS,
+    LEVELS,
+    MORE_ROUNDS,
+    Pyramid,
+    Subpixel,
+    approach,
+    halvings,
+)
 
 MASKED = -1e4  # added to what a softmax must not see; fp16 holds it
 PADDED = STRIDE // CELL  # sides of maps are multiples of this
