@@ -93,7 +93,7 @@ def match(
     there = scores > 0  # files of fixed size fill up with zeros
     at0, at1, scores = at0[there], at1[there], scores[there]
     if polish is not None and len(scores):
-        at1 = polished(polish, photos, grays, at0, at1)
+        at0, at1 = polished(polish, photos, grays, at0, at1)
     points = []
     for photo, gray, at in zip(photos, grays, (at0, at1), strict=True):
         points.append((at + 0.5) * (np.array(photo.shape[::-1]) / gray.shape[::-1]) - 0.5)
@@ -113,8 +113,9 @@ def polished(
     grays: list[np.ndarray],
     at0: np.ndarray,
     at1: np.ndarray,
-) -> np.ndarray:
-    """at1 made exact: first in windows of about the size of the matched pixels, then in finer ones."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both, made exact: at0 at the corners of their cells, at1 first in windows of about the size of the
+    matched pixels, then in finer ones."""
     sharp = []
     for photo, gray in zip(photos, grays, strict=True):
         zoom = min(MOST_ZOOM, max(photo.shape) / max(gray.shape))
@@ -128,13 +129,13 @@ def polished(
     halvings = max(0, math.ceil(math.log2(zoom / CLOSE)))
     for halving in range(halvings, -1, -1):
         given = {
-            "image0": sharp[0][None, None], "image1": sharp[1][None, None], "keypoints0": at0,
-            "keypoints1": at1, "scale0": scales[0], "scale1": scales[1],
-            "pixel": np.array(2.0**halving, np.float32),
+            "image0": sharp[0][None, None], "image1": sharp[1][None, None],
+            "matched0": grays[0][None, None], "keypoints0": at0, "keypoints1": at1, "scale0": scales[0],
+            "scale1": scales[1], "pixel": np.array(2.0**halving, np.float32),
             "rounds": np.array(3 if halving == halvings else 2),
         }  # fmt: skip
-        (at1,) = network.run(None, given)
-    return at1
+        at0, at1 = network.run(None, given)
+    return at0, at1
 
 
 def resized(gray: np.ndarray, width: int, height: int) -> np.ndarray:

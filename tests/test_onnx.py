@@ -17,6 +17,7 @@ from conftest import ASSETS, needs_shared
 
 from prism_match import Matcher, UserError, __version__, cli
 from prism_match.config import PRESETS
+from prism_match.corners import corners, to_corners
 from prism_match.evaluation.speed import SpeedOptions, measure, open_onnx
 from prism_match.export.onnx import OnnxOptions, export_onnx
 from prism_match.export.onnx import write as writing
@@ -239,25 +240,28 @@ def test_polishing_is_pytorchs(exported: Path) -> None:
     def given(count: int, rounds: int) -> dict[str, np.ndarray]:
         ones = np.ones(2, np.float32)
         return {
-            "image0": gray[None, None, :-3], "image1": moved[None, None], "keypoints0": at0[:count],
-            "keypoints1": at1[:count], "scale0": ones, "scale1": ones, "pixel": np.array(1.0, np.float32),
-            "rounds": np.array(rounds),
+            "image0": gray[None, None, :-3], "image1": moved[None, None], "matched0": gray[None, None, :-3],
+            "keypoints0": at0[:count], "keypoints1": at1[:count], "scale0": ones, "scale1": ones,
+            "pixel": np.array(1.0, np.float32), "rounds": np.array(rounds),
         }  # fmt: skip
 
-    found = polish.run(None, given(60, 3))[0]
-    assert np.median(np.linalg.norm(found - at0 - shift, axis=1)) < 0.15  # it was 0.5
+    found0, found1 = polish.run(None, given(60, 3))
+    assert np.median(np.linalg.norm(found1 - found0 - shift, axis=1)) < 0.15  # it was 0.5
     from prism_match.matcher import REWEIGHED
-    from prism_match.polish import local_affine
+    from prism_match.polish import neighbourhoods
 
     points = [torch.from_numpy(x) for x in (at0, at1)]
     pyramids = [Pyramid.of(torch.from_numpy(x)[None]) for x in (gray[:-3], moved)]
-    stretch = local_affine(*points, rounds=REWEIGHED)
-    for rounds in (2, 3):
-        expected, _ = settle(load_subpixel(), *pyramids, *points, stretch, rounds)
-        np.testing.assert_allclose(polish.run(None, given(60, rounds))[0], expected.numpy(), atol=0.02)
+    stretch, misfit, _ = neighbourhoods(*points, rounds=REWEIGHED)
+    cornered = to_corners(corners(torch.from_numpy(gray[:-3])), *points, stretch, misfit)
+    for rounds, (before0, before1) in ((2, points), (3, cornered)):
+        expected, _ = settle(load_subpixel(), *pyramids, before0, before1, stretch, rounds)
+        found0, found1 = polish.run(None, given(60, rounds))
+        np.testing.assert_allclose(found0, before0.numpy(), atol=1e-4)
+        np.testing.assert_allclose(found1, expected.numpy(), atol=0.02)
     few, _ = settle(load_subpixel(), *pyramids, *(p[:7] for p in points), torch.eye(2).expand(7, 2, 2), 3)
-    np.testing.assert_allclose(polish.run(None, given(7, 3))[0], few.numpy(), atol=0.02)
-    assert polish.run(None, given(0, 3))[0].shape == (0, 2)
+    np.testing.assert_allclose(polish.run(None, given(7, 3))[1], few.numpy(), atol=0.02)
+    assert all(x.shape == (0, 2) for x in polish.run(None, given(0, 3)))
 
 
 # ---- the files

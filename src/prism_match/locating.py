@@ -152,6 +152,6 @@ def moved(matcher: PairMatcher, pair: FeaturesPair, guess: Guess) -> Guess:
     scales = pair[0].prepared.sharp_scale, pair[1].prepared.sharp_scale
     largest = halvings(min(image.prepared.zoom for image in pair))
     at1, error = sharpen(
-        matcher.subpixel, first, second, scales, largest, guess.at0, guess.at1, lambda _: guess.stretch
+        matcher.subpixel, first, second, scales, largest, guess.at0, guess.at1, guess.stretch
     )
     return replace(guess, at1=at1, stated=error)

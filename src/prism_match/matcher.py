@@ -21,6 +21,7 @@ from torch import Tensor
 from prism_match import locating
 from prism_match.certainty import Calibration, Signs, shipped
 from prism_match.config import ModelConfig, Precision, Rotate, Tiles
+from prism_match.corners import corners, to_corners
 from prism_match.errors import UserError
 from prism_match.images import Image, ImageLike, load_image, load_mask, resize
 from prism_match.locating import Located
@@ -187,8 +188,9 @@ class PairMatcher:
                 each = [torch.from_numpy(np.ascontiguousarray(p.gray)).to(self.device) for _, p in some]
                 gray = each[0][None] if len(each) == 1 else torch.stack(each)
                 for (n, p), f, image in zip(some, self._extract(gray), gray, strict=True):
-                    pyramid = p.pyramid(self.device, image, self.recorder) if self.polish else None
-                    results[n] = ImageFeatures(p, f, pyramid)
+                    results[n] = ImageFeatures(p, f)
+                    if self.polish:
+                        results[n] = results[n].to_polish(image, self.recorder)
         return [results[n] for n in range(len(prepared))]
 
     def images_at_once(self, pixels: int) -> int:
@@ -280,8 +282,8 @@ class PairMatcher:
         if found.exact or not self.polish or not len(found.at1):
             return found
         with stage("polish"):
-            at1, *signs = self._polish(found.pair, found.at0, found.at1)
-            return replace(found, at1=at1, signs=tuple(signs), exact=True)
+            at0, at1, *signs = self._polish(found.pair, found.at0, found.at1)
+            return replace(found, at0=at0, at1=at1, signs=tuple(signs), exact=True)
 
     def _finish(self, found: Found, details: bool) -> Matches:
         a, b = (image.prepared for image in found.pair)
@@ -304,7 +306,7 @@ class PairMatcher:
     def _polish(self, pair: FeaturesPair, at0: Tensor, at1: Tensor) -> tuple[Tensor, ...]:
         """What `polished` gives."""
         a, b = pair
-        assert a.pyramid is not None and b.pyramid is not None
+        assert a.pyramid is not None and b.pyramid is not None and a.corners is not None
         scales = (a.prepared.sharp_scale, b.prepared.sharp_scale)
         largest = halvings(min(a.prepared.zoom, b.prepared.zoom))
         units, few = (a.pyramid.unit, b.pyramid.unit), len(at0) < FEWEST
@@ -313,7 +315,7 @@ class PairMatcher:
         results = self.recorder(
             ("polish", scales, largest, units, few),
             partial(polished, self.subpixel, scales, largest, units, few),
-            F.pad(at0, more, value=-1e6), F.pad(at1, more),
+            F.pad(at0, more, value=-1e6), F.pad(at1, more), a.corners,
             a.pyramid.flat, a.pyramid.table, b.pyramid.flat, b.pyramid.table,
         )  # fmt: skip
         return tuple(x[: len(at0)] for x in results)
@@ -327,25 +329,29 @@ def polished(
     few: bool,
     at0: Tensor,
     at1: Tensor,
+    found: Tensor,
     *tables: Tensor,
 ) -> tuple[Tensor, ...]:
-    """What `sharpen` gives, by how much the matches around each did not fit (n), and how far they are in
-    image 0 (n), in pixels of the model's images.
+    """at0, moved to what `corners` found in the cells of image 0 (rows columns 2); what `sharpen` gives; by
+    how much the matches around each did not fit (n), and how far they are in image 0 (n), in pixels of the
+    model's images.
     units: of the pyramids, `tables` the rest of them; few: too few matches to tell how the images are
     stretched."""
     first, second = Pyramid(units[0], tables[1], tables[0]), Pyramid(units[1], tables[3], tables[2])
-    same = torch.eye(2, device=at0.device).expand(len(at0), 2, 2)
-    unknown = torch.full_like(at0[:, 0], torch.inf)
-    told = (same, unknown, unknown)
+    if few:
+        same = torch.eye(2, device=at0.device).expand(len(at0), 2, 2)
+        unknown = torch.full_like(at0[:, 0], torch.inf)
+        return at0, *sharpen(network, first, second, scales, largest, at0, at1, same), unknown, unknown
+    told = neighbourhoods(at0, at1, rounds=REWEIGHED)
+    at0, at1 = to_corners(found, at0, at1, *told[:2])
 
-    def stretch_at(at1: Tensor) -> Tensor:
+    def anew(at1: Tensor) -> Tensor:
         nonlocal told
-        if not few:
-            told = neighbourhoods(at0, at1, rounds=REWEIGHED)
+        told = neighbourhoods(at0, at1, rounds=REWEIGHED)
         return told[0]
 
-    at1, error = sharpen(network, first, second, scales, largest, at0, at1, stretch_at)
-    return at1, error, *told[1:]
+    at1, error = sharpen(network, first, second, scales, largest, at0, at1, told[0], anew)
+    return at0, at1, error, *told[1:]
 
 
 @dataclass(frozen=True)
@@ -389,17 +395,12 @@ class Prepared:
         (height, width), (h, w) = self.sharp.shape, self.gray.shape
         return width / w, height / h
 
-    def pyramid(
-        self, device: torch.device, gray: Tensor | None = None, recorder: Recorder | None = None
-    ) -> Pyramid:
-        """To polish by. gray: h w, the image if it is there already."""
-        with stage("polish"):
-            if self.sharp is not None or gray is None:
-                # A turned image is a view with negative strides, which tensors cannot have.
-                image = np.ascontiguousarray(self.gray if self.sharp is None else self.sharp)
-                gray = torch.from_numpy(image).to(device)
-            levels = LEVELS + halvings(self.zoom)
-            return Pyramid.of(gray[None], levels, recorder)
+    def pyramid(self, gray: Tensor, recorder: Recorder | None) -> Pyramid:
+        """To polish by. gray: h w, the image where the model is."""
+        if self.sharp is not None:
+            # A turned image is a view with negative strides, which tensors cannot have.
+            gray = torch.from_numpy(np.ascontiguousarray(self.sharp)).to(gray.device)
+        return Pyramid.of(gray[None], LEVELS + halvings(self.zoom), recorder)
 
     def signs(self, score: np.ndarray, stated: np.ndarray, misfit: np.ndarray, away: np.ndarray) -> Signs:
         """Of matches with this as image 1: stated, misfit: n, in pixels of `gray`; away: n, of image 0's."""
@@ -456,6 +457,15 @@ class ImageFeatures:
     prepared: Prepared
     features: Features
     pyramid: Pyramid | None = None  # to polish by
+    corners: Tensor | None = None  # rows columns 2: the points of the cells that are polished
+
+    def to_polish(self, gray: Tensor, recorder: Recorder | None = None) -> ImageFeatures:
+        """With what that needs. gray: h w, the image where the model is."""
+        with stage("polish"):
+            found = (
+                corners(gray) if recorder is None else recorder("corners", lambda x: (corners(x),), gray)[0]
+            )
+            return replace(self, pyramid=self.prepared.pyramid(gray, recorder), corners=found)
 
     def masked(self, mask: MaskLike) -> ImageFeatures:
         return self if mask is None else replace(self, prepared=self.prepared.masked(mask))
@@ -479,7 +489,8 @@ class ImageFeatures:
         sharp, mask = (tensors[k].numpy() if k in tensors else None for k in ("sharp", "mask"))
         prepared = Prepared(tensors["gray"].numpy(), size, texts["name"], None, mask, sharp=sharp)
         features = Features(*(tensors[k].to(device) for k in ("coarse", "fine", "valid")))
-        return ImageFeatures(prepared, features, prepared.pyramid(device) if polish else None)
+        image = ImageFeatures(prepared, features)
+        return image.to_polish(tensors["gray"].to(device)) if polish else image
 
 
 FeaturesPair: TypeAlias = tuple[ImageFeatures, ImageFeatures]

@@ -79,7 +79,7 @@ def local_affine(points0: Tensor, points1: Tensor, rounds: int = 0) -> Tensor:
 
 def neighbourhoods(points0: Tensor, points1: Tensor, rounds: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """What `local_affine` gives; by how many pixels of image 1 the neighbours do not fit (n); and how far
-    they are in image 0 (n). Infinite where there are too few."""
+    they are in image 0 (n). Infinite where there are too few, or no map is near to them."""
     if len(points0) < FEWEST:
         same = torch.eye(2, device=points0.device, dtype=points0.dtype).expand(len(points0), 2, 2)
         unknown = torch.full_like(points0[:, 0], torch.inf)
@@ -93,13 +93,10 @@ def neighbourhoods(points0: Tensor, points1: Tensor, rounds: int = 0) -> tuple[T
     return tuple(torch.cat(x) for x in zip(*rows, strict=True))  # type: ignore[return-value]
 
 
-def fitting_affine(d0: Tensor, d1: Tensor, rounds: int) -> Tensor:
-    """n 2 2, of the neighbours of each point: d0 and d1 are their offsets (n k 2) in either image."""
-    return fitted_affine(d0, d1, rounds)[0]
-
-
 def fitted_affine(d0: Tensor, d1: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
-    """And the mean distance (n) by which it misses them."""
+    """n 2 2, of the neighbours of each point: d0 and d1 are their offsets (n k 2) in either image; and the
+    mean distance (n) by which it misses them. One that misses by too much, or is none that a photo could
+    have, is the identity, and its distance is infinite."""
     weight = torch.ones_like(d0[..., 0])
     for n in range(rounds + 1):
         affine = _linear_fit(d0, d1, weight)
@@ -110,7 +107,7 @@ def fitted_affine(d0: Tensor, d1: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
     turned = affine[:, 0, 0] * affine[:, 1, 1] - affine[:, 0, 1] * affine[:, 1, 0]
     sound = (error < 0.2 * d0.norm(dim=2).mean(1)) & (turned > 1 / 16) & (turned < 16)
     same = torch.eye(2, device=d0.device, dtype=d0.dtype)
-    return torch.where(sound[:, None, None], affine, same), error
+    return torch.where(sound[:, None, None], affine, same), torch.where(sound, error, torch.inf)
 
 
 def _linear_fit(d0: Tensor, d1: Tensor, weight: Tensor) -> Tensor:

@@ -252,20 +252,23 @@ def sharpen(
     largest: int,
     at0: Tensor,
     at1: Tensor,
-    stretch_at: Callable[[Tensor], Tensor],
+    stretch: Tensor,
+    anew: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """at1 (n 2), first moved by windows of about the size of the model's pixels, then by smaller and smaller
     ones, as far as the images go; and the error that is left, as the network states it (n). Both in pixels of
     the model's images.
     scales: pixels of the photos that are one of the model's, along x and y; largest: how often the photos are
-    halved first; stretch_at: how image 1 is stretched (n 2 2) around where at1 (n 2) is by then."""
+    halved first; stretch: n 2 2, how image 1 is stretched around each; anew: that of a better at1 (n 2)."""
     scale0, scale1 = (torch.cat([at0.new_full((1,), x), at0.new_full((1,), y)]) for x, y in scales)
     error = torch.full_like(at0[:, 0], torch.inf)
     for halving in range(largest, -1, -1):
-        stretch = stretch_at(at1) * (scale1[:, None] / scale0)
+        if anew is not None and halving < largest:
+            stretch = anew(at1)
         near0, near1 = (at0 + 0.5) * scale0 - 0.5, (at1 + 0.5) * scale1 - 0.5
         rounds = FIRST_ROUNDS if halving == largest else MORE_ROUNDS
-        near1, error = settle(network, first, second, near0, near1, stretch, rounds, pixel=2.0**halving)
+        to_larger = stretch * (scale1[:, None] / scale0)
+        near1, error = settle(network, first, second, near0, near1, to_larger, rounds, pixel=2.0**halving)
         at1 = (near1 + 0.5) / scale1 - 0.5
     return at1, error / scale1.mean()
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prism_match.corners import corners, to_corners
 from prism_match.matcher import MOST_ZOOM, REWEIGHED
 from prism_match.model.ablations import absolute_encoding
 from prism_match.model.attention import SADPA
@@ -28,7 +29,7 @@ from prism_match.model.prism import CELL, PRISM, STRIDE
 from prism_match.model.pruning import remaining
 from prism_match.model.refinement import FINE_PER_CELL, expectation
 from prism_match.model.tokens import map_extent
-from prism_match.polish import FEWEST, fitting_affine
+from prism_match.polish import FEWEST, fitted_affine
 from prism_match.subpixel import (
     FIRST_ROUNDS,
     LEVELS,
@@ -372,11 +373,13 @@ class OnnxRefinement(nn.Module):
 
 
 class Polish(nn.Module):
-    """Matches in pixels of the size that was matched -> keypoints1, exact: one pass of `PairMatcher._polish`.
+    """Matches in pixels of the size that was matched -> both keypoints, exact: one pass of
+    `PairMatcher._polish`.
 
-    image0, image1: 1 1 h w, float32 in [0, 1], as large as there are; scale0, scale1: 2, how many of their
-    pixels are one of the size that was matched, along x and y; pixel: (), how many pixels of the images are
-    one of a window; rounds: (), int64, 2 or 3."""
+    image0, image1: 1 1 h w, float32 in [0, 1], as large as there are; matched0: 1 1 h w, image 0 as it was
+    matched; scale0, scale1: 2, how many pixels of the large ones are one of the size that was matched, along
+    x and y; pixel: (), how many pixels of the images are one of a window; rounds: (), int64: 3 the first
+    time, when keypoints0 are moved to the corners of their cells, then 2."""
 
     def __init__(self, network: Subpixel):
         super().__init__()
@@ -386,27 +389,33 @@ class Polish(nn.Module):
         self,
         image0: Tensor,
         image1: Tensor,
+        matched0: Tensor,
         keypoints0: Tensor,
         keypoints1: Tensor,
         scale0: Tensor,
         scale1: Tensor,
         pixel: Tensor,
         rounds: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         # Points far away, so that each has neighbours enough to ask for.
         far = -1e6 - 1e3 * torch.arange(FEWEST, device=keypoints0.device)[:, None].expand(-1, 2)
         at0, at1 = (torch.cat([x, far]) for x in (keypoints0, keypoints1))
         x, y = at0.unbind(1)
         distance = (x[:, None] - x).square() + (y[:, None] - y).square()
         near = distance.topk(FEWEST, dim=1, largest=False).indices[:, 1:]
-        stretch = fitting_affine(at0[near] - at0[:, None], at1[near] - at1[:, None], REWEIGHED)
+        stretch, misfit = fitted_affine(at0[near] - at0[:, None], at1[near] - at1[:, None], REWEIGHED)
         few = torch._shape_as_tensor(at0)[0] < 2 * FEWEST
-        stretch = torch.where(few, torch.eye(2, device=at0.device), stretch) * (scale1[:, None] / scale0)
-        at0, at1 = (at0 + 0.5) * scale0 - 0.5, (at1 + 0.5) * scale1 - 0.5
+        stretch = torch.where(few, torch.eye(2, device=at0.device), stretch)
+        misfit = torch.where(few, torch.inf, misfit)
+        corner0, corner1 = to_corners(corners(matched0[0, 0]), at0, at1, stretch, misfit)
+        first = rounds == FIRST_ROUNDS
+        moved0, moved1 = torch.where(first, corner0, at0), torch.where(first, corner1, at1)
+        at0, at1 = (moved0 + 0.5) * scale0 - 0.5, (moved1 + 0.5) * scale1 - 0.5
+        stretch = stretch * (scale1[:, None] / scale0)
         pyramids = pyramid(image0[0]), pyramid(image1[0])
         found = [p for p, _ in approach(self.network, *pyramids, at0, at1, stretch, FIRST_ROUNDS, 0, pixel)]  # type: ignore[arg-type]
-        moved = torch.where(rounds < FIRST_ROUNDS, found[MORE_ROUNDS - 1], found[-1])
-        return ((moved + 0.5) / scale1 - 0.5)[:-FEWEST]
+        at1 = torch.where(first, found[-1], found[MORE_ROUNDS - 1])
+        return moved0[:-FEWEST], ((at1 + 0.5) / scale1 - 0.5)[:-FEWEST]
 
 
 def pyramid(gray: Tensor) -> Pyramid:

@@ -146,13 +146,15 @@ def make_graphs(model: PRISM, options: OnnxOptions) -> list[Graph]:
     if options.polish:
         points = torch.rand(40, 2, generator=torch.Generator().manual_seed(0)) * 100
         inputs = {
-            "image0": image0, "image1": image1, "keypoints0": points, "keypoints1": points + 1,
-            "scale0": torch.ones(2), "scale1": torch.ones(2), "pixel": torch.tensor(1.0),
-            "rounds": torch.tensor(3),
+            "image0": image0, "image1": image1, "matched0": image0, "keypoints0": points,
+            "keypoints1": points + 1, "scale0": torch.ones(2), "scale1": torch.ones(2),
+            "pixel": torch.tensor(1.0), "rounds": torch.tensor(3),
         }  # fmt: skip
-        matches = {name: {0: "matches"} for name in ("keypoints0", "keypoints1", "polished")}
+        results = ("polished0", "polished1")
+        matches = {name: {0: "matches"} for name in ("keypoints0", "keypoints1", *results)}
+        matched = {"matched0": {2: "H0m", 3: "W0m"}}
         network = load_subpixel().requires_grad_(False)
-        graphs.append(Graph("polish", Polish(network), inputs, ("polished",), sizes | matches))
+        graphs.append(Graph("polish", Polish(network), inputs, results, sizes | matched | matches))
     return graphs
 
 
