@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -164,10 +165,23 @@ def test_store_round_trip(tmp_path):
     assert np.array_equal(swapped.keypoints0, some_matches(0).keypoints1) and swapped.name0 == first[1]
     assert len(again[second]) == 0
     assert [pair for pair, _ in again.items()] == list(again) and len(again) == 2
+    assert again[first].certainty is None
     with pytest.raises(KeyError, match="no matches of"):
         again["a.jpg", "x.jpg"]
     with pytest.raises(UserError, match="to be read only"):
         again.add({first: some_matches(0)}, DIGESTS)
+
+
+def test_what_is_known_of_matches_is_stored(tmp_path):
+    known = some_matches(0)
+    known = replace(known, certainty=known.scores / 2, sigma=known.scores + 1)
+    with MatchStore(tmp_path / "matches.h5", {}) as store:
+        store.add({(NAMES[0], NAMES[1]): known, (NAMES[0], NAMES[2]): some_matches(1)}, DIGESTS)
+        store.merge()
+    again = MatchStore(tmp_path / "matches.h5")
+    found = again[NAMES[0], NAMES[1]]
+    assert np.array_equal(found.certainty, known.certainty) and np.array_equal(found.sigma, known.sigma)
+    assert again[NAMES[0], NAMES[2]].certainty is None
 
 
 def test_other_settings_never_mix(tmp_path):

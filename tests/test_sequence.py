@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -72,6 +72,10 @@ def test_bad_groups_are_told(matcher, tmp_path):
         matcher.match_groups(query, "b.jpg")
     with pytest.raises(UserError, match=r"none\.jpg: no such file"):
         matcher.match_groups(query, [query, tmp_path / "none.jpg"])
+    sure = Matches([[1, 2]], [[3, 4]], [0.5], (9, 9), (9, 9), certainty=[0.75], sigma=[1.5])
+    table = MatchTable.of([sure, sure])
+    assert table.records().dtype.names[-2:] == ("certainty", "sigma") and table[1].sigma.tolist() == [1.5]
+    assert MatchTable.of([sure, replace(sure, sigma=None)]).sigma is None
     empty = Matches(np.zeros((0, 2)), np.zeros((0, 2)), np.zeros(0), (9, 9), (9, 9))
     table = MatchTable.of([empty, empty])
     assert len(table) == 0 and table.counts.tolist() == [0, 0] and len(table[-1]) == 0

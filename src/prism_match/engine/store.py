@@ -3,7 +3,8 @@
     /                     attributes: format, settings (JSON), pairs (how many there are)
     /images               names; data sets beside it: sizes (n 2), digests (of the files), stamps (of what
                           changes with a file, where it is not read to be known)
-    /pairs/NAME0/NAME1    m 5: x and y in both photos, score; names are percent-encoded
+    /pairs/NAME0/NAME1    m 5: x and y in both photos, score; or m 7, with certainty and sigma, where these
+                          are known; names are percent-encoded
     /index                p 2: the pairs again, as numbers of images, to be read at once
 
 A file that is written to while a process is killed can be lost as a whole. So new matches go into parts
@@ -34,9 +35,9 @@ from prism_match.engine.folders import open_folder
 from prism_match.engine.photos import Resize
 from prism_match.errors import UserError
 from prism_match.files import Lock, fixed_text, new_h5, read_dataset, short_hash, text_of, writable_folder
-from prism_match.matches import Matches
+from prism_match.matches import BELIEF, Matches
 
-FORMAT = 2
+FORMAT = 3
 LAYOUT = ("v110", "v110")  # of HDF5: has checksums of its own structures, and sees that a file is cut short
 Names = tuple[str, str]
 SETTINGS, SHARDS = "store.json", "shards"  # of a folder
@@ -265,8 +266,11 @@ def read_pairs(path: Any, images: Mapping[str, ImageEntry], pairs: Iterable[Name
 
 def _load(file: h5py.File, images: Mapping[str, ImageEntry], pair: Names) -> Matches:
     table = read_dataset(file[group_name("pairs", pair)])
-    points0, points1, scores = np.split(table.reshape(-1, 5), [2, 4], axis=1)
-    return Matches(points0, points1, scores[:, 0], images[pair[0]].size, images[pair[1]].size, *pair)
+    if table.ndim != 2 or table.shape[1] not in (5, 5 + len(BELIEF)):
+        raise ValueError("the matches of a pair are none")
+    belief = dict(zip(BELIEF, table[:, 5:].T, strict=False))
+    size0, size1 = (images[name].size for name in pair)
+    return Matches(table[:, :2], table[:, 2:4], table[:, 4], size0, size1, *pair, **belief)
 
 
 def read_settings(address: str | Path) -> dict[str, Any]:
@@ -333,7 +337,9 @@ def _fill(
     number = {name: n for n, name in enumerate(images)}
     index = []
     for names, m in found:
-        table = np.concatenate([m.keypoints0, m.keypoints1, m.scores[:, None]], axis=1)
+        belief = [getattr(m, name) for name in BELIEF]
+        told = [m.scores, *belief] if all(x is not None for x in belief) else [m.scores]
+        table = np.concatenate([m.keypoints0, m.keypoints1, np.stack(told, axis=1)], axis=1)
         _save(file, group_name("pairs", names), table.astype(np.float32))
         check()
         index.append([number[name] for name in names])

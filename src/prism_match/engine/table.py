@@ -11,7 +11,7 @@ import numpy as np
 
 from prism_match.errors import UserError
 from prism_match.files import atomic_path
-from prism_match.matches import Matches
+from prism_match.matches import BELIEF, Matches
 
 COLUMNS = ("other", "x0", "y0", "x1", "y1", "score")
 
@@ -29,6 +29,8 @@ class MatchTable:
     names1: list[str]  # m: of the others
     size0: tuple[int, int]  # width, height
     sizes1: list[tuple[int, int]]
+    certainty: np.ndarray | None = None  # n, float32, as `Matches` has it
+    sigma: np.ndarray | None = None  # n, float32
 
     @staticmethod
     def of(found: Iterable[Matches]) -> MatchTable:
@@ -39,9 +41,13 @@ class MatchTable:
         keypoints0, keypoints1, scores = (
             np.concatenate([getattr(m, key) for m in parts]) for key in ("keypoints0", "keypoints1", "scores")
         )
+        belief = {}
+        for key in BELIEF:
+            told = [getattr(m, key) for m in parts]
+            belief[key] = None if any(x is None for x in told) else np.concatenate(told)
         return MatchTable(
             np.repeat(np.arange(len(parts)), [len(m) for m in parts]), keypoints0, keypoints1, scores,
-            parts[0].name0, [m.name1 for m in parts], parts[0].size0, [m.size1 for m in parts],
+            parts[0].name0, [m.name1 for m in parts], parts[0].size0, [m.size1 for m in parts], **belief,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -59,7 +65,11 @@ class MatchTable:
         return Matches(
             self.keypoints0[rows], self.keypoints1[rows], self.scores[rows],
             self.size0, self.sizes1[other], self.name0, self.names1[other],
+            **{key: column[rows] for key, column in self._belief().items()},
         )  # fmt: skip
+
+    def _belief(self) -> dict[str, np.ndarray]:
+        return {key: column for key in BELIEF if (column := getattr(self, key)) is not None}
 
     def __iter__(self) -> Iterator[Matches]:
         return (self[n] for n in range(len(self.names1)))
@@ -70,10 +80,12 @@ class MatchTable:
         return np.bincount(self.other, minlength=len(self.names1))
 
     def records(self) -> np.ndarray:
-        """n, with named columns: other, x0, y0, x1, y1, score. `pandas.DataFrame` takes it as it is."""
+        """n, with named columns: other, x0, y0, x1, y1, score, and certainty and sigma where these are known.
+        `pandas.DataFrame` takes it as it is."""
         columns = [self.other, *self.keypoints0.T, *self.keypoints1.T, self.scores]
-        records = np.empty(len(self), [(name, c.dtype) for name, c in zip(COLUMNS, columns, strict=True)])
-        for name, column in zip(COLUMNS, columns, strict=True):
+        named = dict(zip(COLUMNS, columns, strict=True)) | self._belief()
+        records = np.empty(len(self), [(name, column.dtype) for name, column in named.items()])
+        for name, column in named.items():
             records[name] = column
         return records
 
@@ -83,6 +95,7 @@ class MatchTable:
             raise UserError(f"{path}: a table of matches is saved as .csv")
         with atomic_path(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            for other, *numbers in self.records().tolist():
+            records = self.records()
+            writer.writerow(records.dtype.names or ())
+            for other, *numbers in records.tolist():
                 writer.writerow([self.names1[other], *numbers])
