@@ -24,7 +24,12 @@ import prism_match
 from prism_match import Matcher, UserError
 from prism_match.engine.methods import Method, Prism, Sift
 from prism_match.engine.photos import Resize
-from prism_match.evaluation.hpatches import evaluate_homography, read_hpatches, reprojection_errors
+from prism_match.evaluation.hpatches import (
+    SHORTER_SIDE,
+    evaluate_homography,
+    read_hpatches,
+    reprojection_errors,
+)
 from prism_match.evaluation.masks import measure_masks, summarise
 from prism_match.evaluation.megadepth import read_megadepth
 from prism_match.evaluation.pairs import choose
@@ -81,6 +86,7 @@ class Bench:
     data: Path | None
     pairs: int | None
     seeds: int
+    own_size: bool  # polish at it
     run: Run
 
     def folder(self, name: str) -> Path:
@@ -99,9 +105,10 @@ class Bench:
 
 def megadepth(bench: Bench) -> tuple[int, Scores]:
     pairs = choose(read_megadepth(bench.folder("megadepth_dev")), bench.pairs, 0)
+    resizing = Resize(longer=832, own_size=bench.own_size)
     ours, sift = bench.over_seeds(
         lambda method, seed: evaluate_pose(
-            pairs, method, 832, seed=seed, benchmark="megadepth", run=bench.run
+            pairs, method, resizing, seed=seed, benchmark="megadepth", run=bench.run
         )
     )
     return len(pairs), auc_scores(ours, sift, GOALS["SuperPoint + SuperGlue (published)"])
@@ -109,8 +116,11 @@ def megadepth(bench: Bench) -> tuple[int, Scores]:
 
 def oxford(bench: Bench) -> tuple[int, Scores]:
     pairs = choose(read_hpatches(bench.folder("oxford")), bench.pairs, 0)
+    resizing = Resize(shorter=SHORTER_SIDE, own_size=bench.own_size)
     ours, sift = bench.over_seeds(
-        lambda method, seed: evaluate_homography(pairs, method, seed=seed, benchmark="oxford", run=bench.run)
+        lambda method, seed: evaluate_homography(
+            pairs, method, resizing, seed=seed, benchmark="oxford", run=bench.run
+        )
     )
     lost = [name for name in working(sift) - working(ours) if name.startswith("v_")]
     if lost:
@@ -202,7 +212,7 @@ def main() -> int:
     worse = False
     with tempfile.TemporaryDirectory() as temporary:
         run = Run(cache=args.cache or Path(temporary), progress=True, batch=args.batch)
-        bench = Bench(matcher, args.data, args.pairs, args.seeds, run)
+        bench = Bench(matcher, args.data, args.pairs, args.seeds, args.own_size, run)
         for key in args.only or MEASUREMENTS:
             pairs, scores = MEASUREMENTS[key](bench)
             before = record.get(key, {})
@@ -269,6 +279,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto", choices=["auto", "fp32", "bf16", "fp16"])
     parser.add_argument("--polish", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--own-size",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="polish at the photos' own size",
+    )
     parser.add_argument("--rotate", default="auto", choices=["auto", "always", "never"])
     parser.add_argument("--batch", type=int, default=1, help="pairs of equal size matched at a time")
     parser.add_argument("--cache", type=Path, help="folder that keeps the matches [none is kept]")

@@ -82,6 +82,6 @@ def test_auc_is_a_mean_with_its_luck(accuracy: ModuleType) -> None:
 
 def test_missing_data_is_named(accuracy: ModuleType, tmp_path: Path) -> None:
     for data, word in ((tmp_path, "oxford"), (None, "--data")):
-        bench = accuracy.Bench(None, data, None, 1, None)
+        bench = accuracy.Bench(None, data, None, 1, True, None)
         with pytest.raises(UserError, match=word):
             accuracy.oxford(bench)

@@ -47,6 +47,13 @@ def evaluate(
     precision: PrecisionOption = "auto",
     rotate: RotateOption = "auto",
     polish: PolishOption = True,
+    own_size: Annotated[
+        bool,
+        typer.Option(
+            "--own-size/--no-own-size",
+            help="Polish at the size that photos have, as `prism match` does, not at the one matched.",
+        ),
+    ] = True,
     batch: BatchOption = 1,
     confidence: Annotated[
         Optional[float], typer.Option(help="Least confidence of a match [the model's theta_c].")
@@ -114,7 +121,7 @@ def evaluate(
     options = Options(
         data=data, method=method, size=size, ransac=ransac, threshold=threshold, pairs=pairs,
         seed=seed, weights=tuple(weights or ()), configs=tuple(model_config or ()), device=device,
-        precision=precision, confidence=confidence, rotate=rotate, polish=polish,
+        precision=precision, confidence=confidence, rotate=rotate, polish=polish, own_size=own_size,
         top=top, within=tuple(map(parse_limits, within or ())), pair_list=pair_list, snap=snap,
         depth_scale=depth_scale,
         run=Run(cache=cache, out=out, progress=True, batch=batch, cluster=cluster),

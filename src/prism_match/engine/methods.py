@@ -70,6 +70,7 @@ def prism_settings(
         "max_matches": max_matches,
         "rotate": rotate,
         "polish": SUBPIXEL_SHA256 if polish else None,
+        "points": "corners" if polish else "cells",
     }
 
 

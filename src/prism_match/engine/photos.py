@@ -167,7 +167,7 @@ class Resize:
             return f"{self.exact[0]}x{self.exact[1]} px"
         most = "" if self.enlarge else "at most "
         side = f"longer side {most}{self.longer}" if self.longer else f"shorter side {most}{self.shorter}"
-        return f"{side} px"
+        return f"{side} px, polished at own size" if self.own_size else f"{side} px"
 
 
 def scale_points(points: np.ndarray, size: tuple[int, int], new_size: tuple[int, int]) -> np.ndarray:

@@ -29,33 +29,34 @@ FULL = {"megadepth1500": 1500, "scannet1500": 1500, "hpatches": 540}  # pairs th
 
 
 def megadepth1500(o: Options) -> Report:
-    return pose_report("megadepth1500", read_megadepth(o.data), Resize(longer=o.size or DEFAULT_SIZE), o)
+    return pose_report("megadepth1500", read_megadepth(o.data), o.resize(o.size or DEFAULT_SIZE), o)
 
 
 def scannet1500(o: Options) -> Report:
-    resizing = Resize(longer=o.size) if o.size else Resize(exact=FRAME)
+    resizing = o.resize(o.size) if o.size else Resize(exact=FRAME)
     return pose_report("scannet1500", read_scannet(o.data), resizing, o)
 
 
 def pairs(o: Options) -> Report:
-    resizing = Resize(longer=o.size or 640)
+    resizing = o.resize(o.size or 640)
     return pose_report("pairs", in_resized_frames(read_pair_list(o.data), resizing), resizing, o)
 
 
 def strecha(o: Options) -> Report:
-    return pose_report("strecha", read_calibrated(o.data), Resize(longer=o.size or DEFAULT_SIZE), o)
+    return pose_report("strecha", read_calibrated(o.data), o.resize(o.size or DEFAULT_SIZE), o)
 
 
 def rgbd(o: Options) -> Report:
     listed, overlaps = read_rgbd(o.data, PAIRS if o.pairs is None else o.pairs, o.seed)
-    report = pose_report("rgbd", listed, Resize(longer=o.size or 640), o)
+    report = pose_report("rgbd", listed, o.resize(o.size or 640), o)
     return replace(report, summary=report.summary | {"overlaps": overlaps})
 
 
 def hpatches(o: Options) -> Report:
-    found, method, size = o.choose(read_hpatches(o.data)), o.make_method(), o.size or SHORTER_SIDE
-    result = evaluate_homography(found, method, size, o.ransac, o.threshold, seed=o.seed, run=o.run)
-    return make_report(result, found, method, Resize(shorter=size), o)
+    found, method = o.choose(read_hpatches(o.data)), o.make_method()
+    resizing = Resize(shorter=o.size or SHORTER_SIDE, own_size=o.polishes_at_own_size)
+    result = evaluate_homography(found, method, resizing, o.ransac, o.threshold, seed=o.seed, run=o.run)
+    return make_report(result, found, method, resizing, o)
 
 
 def pose_report(name: str, listed: list[PosePair], resizing: Resize, o: Options) -> Report:

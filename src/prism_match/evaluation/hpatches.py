@@ -78,7 +78,7 @@ def read_matrix(file: Path) -> np.ndarray | None:
 def evaluate_homography(
     pairs: Sequence[HomographyPair],
     method: Method | PairMatcher | str,
-    size: int = SHORTER_SIDE,
+    size: int | Resize = SHORTER_SIDE,
     ransac: Backend = "opencv",
     threshold: float | None = None,
     *,
@@ -86,9 +86,9 @@ def evaluate_homography(
     benchmark: str = "hpatches",
     run: Run | None = None,
 ) -> Result:
-    """AUC of the corner error at 3, 5 and 10 pixels. size: shorter side in pixels; threshold: of RANSAC,
-    in pixels of the resized images [3]."""
-    resizing = Resize(shorter=size)
+    """AUC of the corner error at 3, 5 and 10 pixels. size: shorter side in pixels, or a `Resize`; threshold:
+    of RANSAC, in pixels of the resized images [3]."""
+    resizing = size if isinstance(size, Resize) else Resize(shorter=size)
     scorer = HomographyScorer(resizing, ransac, check_ransac(ransac, threshold, THRESHOLDS), seed)
     settings = {
         "ransac": ransac, "threshold": scorer.threshold, "seed": seed, "most_matches": MOST_MATCHES,

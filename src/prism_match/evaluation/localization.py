@@ -74,7 +74,7 @@ class Outcome:
 
 def localization(o: Options) -> Report:
     backend = pnp_backend(o)
-    resizing = Resize(longer=o.size or DEFAULT_SIZE)
+    resizing = o.resize(o.size or DEFAULT_SIZE)
     method = o.make_method()
     scenes = read_scenes(o, resizing)
     top, threshold = o.top or TOP, o.threshold or THRESHOLD

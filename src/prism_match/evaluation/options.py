@@ -10,6 +10,7 @@ from pathlib import Path
 from prism_match.config import ModelConfig, Precision, Rotate, load_model_config
 from prism_match.engine import Matcher
 from prism_match.engine.methods import Method, Prism, as_method
+from prism_match.engine.photos import Resize
 from prism_match.errors import UserError
 from prism_match.evaluation.pairs import AnyPair, choose, name_apart
 from prism_match.evaluation.runner import Run
@@ -34,6 +35,7 @@ class Options:
     confidence: float | None = None  # least one of a match; None: the model's theta_c
     rotate: Rotate = "auto"
     polish: bool = True
+    own_size: bool = True  # polish at the size that photos have before they are resized, as `Matcher` does
     # Localization
     top: int | None = None  # map photos that a query is matched with; None: the benchmark's
     within: tuple[tuple[float, float], ...] = ()  # metres and degrees to count poses by; none: the usual ones
@@ -41,6 +43,13 @@ class Options:
     snap: float | None = None  # most pixels from a match to a point of the map; None: the map's
     depth_scale: float = 1000.0  # what depth maps have for a metre
     run: Run = field(default_factory=Run)
+
+    def resize(self, longer: int) -> Resize:
+        return Resize(longer=longer, own_size=self.polishes_at_own_size)
+
+    @property
+    def polishes_at_own_size(self) -> bool:
+        return self.own_size and self.polish and self.method == "prism"
 
     def choose(self, pairs: list[AnyPair]) -> list[AnyPair]:
         return choose(name_apart(pairs), self.pairs, self.seed)

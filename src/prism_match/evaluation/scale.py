@@ -35,7 +35,7 @@ BINS = {f"[{low}, {low + 1})" if low < 4 else "[4, inf)": low for low in SCALE}
 
 def megadepth_scale(o: Options) -> Report:
     """The AUC in each bin of scale ratios, of all pairs that have depth maps."""
-    resizing, method = Resize(longer=o.size or DEFAULT_SIZE), o.make_method()
+    resizing, method = o.resize(o.size or DEFAULT_SIZE), o.make_method()
     chosen = o.choose(read_megadepth(o.data))
     listed = [p for p in chosen if not p.problem]
     ratios, unknown = scale_ratios(listed, resizing, o.run)

@@ -47,7 +47,7 @@ def resolution(o: Options) -> Report:
     rows, facts = [], {}
     for size in (o.size,) if o.size else SIZES:
         result = pose(o, listed, method, size, f"{size} px", results)
-        milliseconds, gib = time_method(method, listed, Resize(longer=size))
+        milliseconds, gib = time_method(method, listed, o.resize(size))
         facts[str(size)] = {"auc": result.auc, "milliseconds": milliseconds, "gib": gib}
         rows.append([f"{result.method}, {size} px", *auc_cells(result), f"{milliseconds:.0f}",
                      "" if gib is None else f"{gib:.1f}"])  # fmt: skip
@@ -110,8 +110,9 @@ def pose(
     folder = re.sub(r"[^\w.-]+", "_", name).strip("_")
     run = replace(o.run, out=o.run.out / folder if o.run.out else None)
     result = evaluate_pose(
-        pairs, method, size, o.ransac, o.threshold, seed=o.seed, benchmark="megadepth1500", run=run
-    )
+        pairs, method, o.resize(size), o.ransac, o.threshold,
+        seed=o.seed, benchmark="megadepth1500", run=run,
+    )  # fmt: skip
     results[name] = result
     return result
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from prism_match.cameras import Camera, read_camera_list
 from prism_match.colmap_model import is_model, read_model
-from prism_match.engine import Clock, Resize
+from prism_match.engine import Clock
 from prism_match.errors import UserError
 from prism_match.evaluation.localization import match_jobs, pnp_backend
 from prism_match.evaluation.options import Options
@@ -88,7 +88,7 @@ def submission(
         raise UserError(f"{unknown[0]}: in the list of pairs, but not in the map")
     backend, method = pnp_backend(o), o.make_method()
     threshold = o.threshold or threshold
-    resizing = Resize(longer=o.size or SIZE)
+    resizing = o.resize(o.size or SIZE)
     chosen = choose(list(queries), o.pairs, o.seed)
     jobs = {q: (queries[q].path, {r: world.path(r) for r in ranked[q][: o.top]}) for q in chosen}
     pnp: dict[str, Any] = {"threshold": threshold, "backend": backend, "seed": o.seed}
