@@ -53,9 +53,11 @@ def test_result_is_in_pixels_of_the_originals(matcher: Matcher, photo: np.ndarra
         assert (points >= -0.5).all() and (points <= 511.5).all()
     assert result.scores.dtype == np.float32
     assert (np.diff(result.scores) <= 0).all(), "best first"
-    # A cell of the resized photo is 8 * 512 / 160 pixels wide; centres of cells map to centres.
+    # A cell of the resized photo is 8 * 512 / 160 pixels wide; centres of pixels and cells map to centres.
     cell = 8 * 512 / 160
-    np.testing.assert_allclose((result.keypoints0 + 0.5) / cell % 1, 0.5, atol=1e-3)
+    np.testing.assert_allclose((result.keypoints0 + 0.5) / (cell / 8) % 1, 0.5, atol=1e-3)
+    middles = matcher.adjusted(polish=False).match(photo, photo).keypoints0
+    np.testing.assert_allclose((middles + 0.5) / cell % 1, 0.5, atol=1e-3)
     # An image matched with itself: each match stays within the reach of the refinement.
     close = np.abs(result.keypoints0 - result.keypoints1).max(axis=1) < cell
     assert close.mean() > 0.9

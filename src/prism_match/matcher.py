@@ -395,7 +395,7 @@ class Prepared:
         (height, width), (h, w) = self.sharp.shape, self.gray.shape
         return width / w, height / h
 
-    def pyramid(self, gray: Tensor, recorder: Recorder | None) -> Pyramid:
+    def pyramid(self, gray: Tensor, recorder: Recorder) -> Pyramid:
         """To polish by. gray: h w, the image where the model is."""
         if self.sharp is not None:
             # A turned image is a view with negative strides, which tensors cannot have.
@@ -461,10 +461,9 @@ class ImageFeatures:
 
     def to_polish(self, gray: Tensor, recorder: Recorder | None = None) -> ImageFeatures:
         """With what that needs. gray: h w, the image where the model is."""
+        recorder = recorder or Recorder(enabled=False)
         with stage("polish"):
-            found = (
-                corners(gray) if recorder is None else recorder("corners", lambda x: (corners(x),), gray)[0]
-            )
+            (found,) = recorder(("corners",), lambda x: (corners(x),), gray)
             return replace(self, pyramid=self.prepared.pyramid(gray, recorder), corners=found)
 
     def masked(self, mask: MaskLike) -> ImageFeatures:

@@ -39,7 +39,7 @@ def colmap(
     cameras: SharingOption = "auto",
     camera_model: ModelOption = "SIMPLE_RADIAL",
     intrinsics: IntrinsicsOption = None,
-    cell: CellOption = 3.0,
+    cell: CellOption = 1.5,
     max_error: ErrorOption = 1.5,
     max_keypoints: KeypointsOption = 8192,
     polish: PolishOption = True,
@@ -90,7 +90,7 @@ def hloc(
     images: Annotated[
         Optional[Path], typer.Option(help="Folder that names are told from [the one all images are in].")
     ] = None,
-    cell: CellOption = 3.0,
+    cell: CellOption = 1.5,
     max_error: ErrorOption = 1.5,
     max_keypoints: KeypointsOption = 8192,
 ) -> None:

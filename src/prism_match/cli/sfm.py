@@ -65,7 +65,7 @@ def sfm(
     cameras: SharingOption = "auto",
     camera_model: ModelOption = "SIMPLE_RADIAL",
     intrinsics: IntrinsicsOption = None,
-    cell: CellOption = 3.0,
+    cell: CellOption = 1.5,
     max_error: ErrorOption = 1.5,
     max_keypoints: KeypointsOption = 8192,
     size: SizeOption = None,

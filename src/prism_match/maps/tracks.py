@@ -37,7 +37,7 @@ class TrackOptions:
     """Lengths are in pixels of the images as they were matched: what a matcher tells apart is the same
     there, however large the photos are."""
 
-    cell: float = 3.0  # points this close can become one keypoint
+    cell: float = 1.5  # points this close can become one keypoint
     max_error: float = 1.5  # a match that is further from its keypoints is dropped
     max_keypoints: int = 8192  # of an image, those with the highest sum of scores
 
