@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from prism_match import UserError
 from prism_match import weights as weights_module
 from prism_match.cli import app
+from prism_match.geometry import warp_points
 from prism_match.polish import local_affine
 from prism_match.subpixel import (
     FLAT,
@@ -25,6 +26,7 @@ from prism_match.subpixel import (
     window_grid,
 )
 from prism_match.training.data.photos import PhotoPairs, PhotoStore
+from prism_match.training.pairs import cell_centres
 from prism_match.training.subpixel import (
     SubpixelConfig,
     disturbed,
@@ -206,11 +208,21 @@ def test_the_stretch_is_the_derivative_of_the_warp() -> None:
 
 def test_examples_are_true_and_the_loss_falls() -> None:
     source = PhotoPairs(photos(), photometric=False)
-    batch = source.sample(3, 64, torch.Generator().manual_seed(1))
+    batch = source.sample(3, 192, torch.Generator().manual_seed(1))
     examples = examples_of([batch], 40)
     cell = (examples.points0 / 8).long()
-    assert torch.equal(examples.points1, batch.warp0[examples.image, cell[:, 1], cell[:, 0]])
     assert batch.visible0[examples.image, cell[:, 1], cell[:, 0]].all()
+    at_corners = (examples.points0 % 1 == 0).all(1)
+    assert at_corners.float().mean() > 0.5
+    assert torch.equal(
+        examples.points1[~at_corners], batch.warp0[examples.image, cell[:, 1], cell[:, 0]][~at_corners]
+    )
+    for n in range(3):  # a homography takes the centres of cells there, and the corners
+        centres, place = cell_centres(192, 192).view(-1, 2), batch.warp0[n].view(-1, 2)
+        homography, _ = cv2.findHomography(centres.numpy(), place.numpy())
+        mine = at_corners & (examples.image == n)
+        truth = warp_points(examples.points0[mine].numpy(), homography)
+        assert np.linalg.norm(truth - examples.points1[mine].numpy(), axis=1).max(initial=0) < 0.06
     torch.manual_seed(0)
     start, _ = disturbed(examples)
     assert 0.1 < ((start - examples.points1).norm(dim=1) / examples.pixel).median() < 1.5

@@ -16,7 +16,7 @@ from prism_match.locating import WEAKEST, estimated
 from prism_match.matcher import PairMatcher
 from prism_match.polish import FEWEST
 from prism_match.training.feed import seed_of
-from prism_match.training.pairs import CELL, PairBatch, PairSource
+from prism_match.training.pairs import PairBatch, PairSource, between_cells, warp_between_cells
 from prism_match.weights import SUBPIXEL_SHA256
 
 POINTS = 500  # of each pair that are located
@@ -102,21 +102,14 @@ def errors_of(at: np.ndarray, truth: np.ndarray) -> np.ndarray:
 def true_place(batch: PairBatch, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of the only pair: where points (n 2) of image 0 are in image 1 (n 2; NaN: not visible), and whether
     that is known (n): all four cells around a point agree, or none of them is visible."""
-    warp, seen = batch.warp0[0].numpy().astype(np.float64), batch.visible0[0].numpy()
-    unknown = np.zeros_like(seen) if batch.unknown0 is None else batch.unknown0[0].numpy()
-    rows, columns = seen.shape
-    at = (points - (CELL - 1) / 2) / CELL
-    inside = ((at >= 0) & (at <= np.array([columns - 1, rows - 1]))).all(1)
-    corner = np.clip(np.floor(at).astype(int), 0, np.array([columns - 2, rows - 2]))
-    fx, fy = np.clip(at - corner, 0, 1).T[..., None]
-    x, y = corner.T
-    w00, w10, w01, w11 = warp[y, x], warp[y, x + 1], warp[y + 1, x], warp[y + 1, x + 1]
-    around, doubt = (np.stack([v[y + i, x + j] for i in (0, 1) for j in (0, 1)]) for v in (seen, unknown))
-    place = (w00 * (1 - fx) + w10 * fx) * (1 - fy) + (w01 * (1 - fx) + w11 * fx) * fy
-    flat = np.linalg.norm(w00 - w10 - w01 + w11, axis=1) < BENT
-    visible, hidden = around.all(0), ~around.any(0)
-    place[~visible] = np.nan
-    return place, inside & ~doubt.any(0) & ((visible & flat) | hidden)
+    at, pair = torch.from_numpy(points), torch.zeros(len(points), dtype=torch.long)
+    place, bend = warp_between_cells(batch.warp0.double(), pair, at)
+    seen = between_cells(batch.visible0, pair, at)[0]
+    visible, hidden = seen.all(0), ~seen.any(0)
+    known = (visible & (bend < BENT)) | (hidden & (bend < torch.inf))
+    if batch.unknown0 is not None:
+        known &= ~between_cells(batch.unknown0, pair, at)[0].any(0)
+    return torch.where(visible[:, None], place, torch.nan).numpy(), known.numpy()
 
 
 def held_out(terms: np.ndarray, errors: np.ndarray, pair: np.ndarray) -> dict[str, object]:

@@ -69,3 +69,26 @@ def cell_centres(height: int, width: int, device: torch.device | str = "cpu") ->
     """h/8 w/8 2: the pixel (x, y) of each cell's centre, for an image of `height` x `width`."""
     y, x = (torch.arange(n // CELL, device=device) * CELL + (CELL - 1) / 2 for n in (height, width))
     return torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)
+
+
+def between_cells(maps: Tensor, pair: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
+    """Of maps with a value for each cell (b h w ...), those of the four cells around points (n 2) of pairs
+    (n): 4 n ..., left to right and then down; and how far a point is between them (n 2: x, y, in [0, 1], or
+    beyond where it is at the border of the image)."""
+    rows, columns = maps.shape[1:3]
+    at = (points - (CELL - 1) / 2) / CELL
+    last = torch.tensor([columns - 2, rows - 2], device=points.device)
+    corner = torch.minimum(at.floor().long().clamp(min=0), last)
+    x, y = corner.unbind(1)
+    around = [maps[pair, y + down, x + right] for down in (0, 1) for right in (0, 1)]
+    return torch.stack(around), at - corner
+
+
+def warp_between_cells(warp: Tensor, pair: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
+    """Where points (n 2) of image 0 of pairs (n) are in image 1 (n 2), by the four cells around them, and by
+    how many pixels these do not fit a plane (n; infinite: it is between none). warp: b h w 2."""
+    (a, b, c, d), share = between_cells(warp, pair, points)
+    x, y = share.split(1, dim=1)
+    inside = ((share >= 0) & (share <= 1)).all(1)
+    bend = torch.where(inside, (a - b - c + d).norm(dim=1), torch.inf)
+    return (a * (1 - x) + b * x) * (1 - y) + (c * (1 - x) + d * x) * y, bend

@@ -17,15 +17,24 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from prism_match.corners import corners
 from prism_match.files import atomic_path
 from prism_match.subpixel import Pyramid, Subpixel, approach
 from prism_match.training.feed import seed_of
-from prism_match.training.pairs import CELL, PairBatch, PairSource, cell_centres
+from prism_match.training.pairs import (
+    CELL,
+    PairBatch,
+    PairSource,
+    between_cells,
+    cell_centres,
+    warp_between_cells,
+)
 from prism_match.weights import load_state
 from prism_match.weights.store import read_weights, write_tensors
 
 CALM = 0.8  # share of pairs in ordinary light: what is learnt here is to be exact
 LARGEST_ZOOM = 6.0  # between two images; beyond it a window shows too little
+BENT = 0.1  # pixels by which four cells may not fit a plane for a point between them to be known exactly
 ROUND_WEIGHTS = (0.5, 0.75, 1.0)  # of the loss after each round
 
 
@@ -116,7 +125,8 @@ def draw_examples(
 
 
 def examples_of(batches: Sequence[PairBatch], cells: int) -> Examples:
-    """At most `cells` matches of each pair, at the centres of cells of image 0 and drawn at random."""
+    """At most `cells` matches of each pair, drawn at random: at corners of cells of image 0, as those that
+    are polished, where the cells around tell exactly where these are in image 1, and at centres elsewhere."""
 
     def joined(name: str) -> Tensor:
         return torch.cat([getattr(b, name) for b in batches])
@@ -130,10 +140,15 @@ def examples_of(batches: Sequence[PairBatch], cells: int) -> Examples:
     pair = torch.arange(len(warp), device=warp.device)[:, None].expand_as(cell)[chosen]
     cell = cell[chosen]
     centres = cell_centres(image0.shape[-2], image0.shape[-1], warp.device).view(-1, 2)
+    points0, points1 = centres[cell], warp.flatten(1, 2)[pair, cell]
+    found = torch.stack([corners(gray) for gray in image0[:, 0]]).flatten(1, 2)[pair, cell]
+    place, bend = warp_between_cells(warp, pair, found)
+    pixel = scale.flatten(1)[pair, cell].clamp(min=1.0)
+    exact = between_cells(seen, pair, found)[0].all(0) & (bend < BENT * pixel)
     return Examples(
-        Pyramid.of(image0[:, 0]), Pyramid.of(image1[:, 0]), pair, centres[cell],
-        warp.flatten(1, 2)[pair, cell], stretch.flatten(1, 2)[pair, cell],
-        scale.flatten(1)[pair, cell].clamp(min=1.0),
+        Pyramid.of(image0[:, 0]), Pyramid.of(image1[:, 0]), pair,
+        torch.where(exact[:, None], found, points0), torch.where(exact[:, None], place, points1),
+        stretch.flatten(1, 2)[pair, cell], pixel,
     )  # fmt: skip
 
 
