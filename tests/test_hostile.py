@@ -12,6 +12,7 @@ import sys
 import tarfile
 import warnings
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -29,6 +30,7 @@ from prism_match import UserError, cli
 from prism_match.config import PRESETS, ModelConfig, load_model_config
 from prism_match.engine import Matcher, MatchStore
 from prism_match.evaluation.pairs import PosePair
+from prism_match.evaluation.runner import Score, check_types
 from prism_match.evaluation.scannet import read_scannet
 from prism_match.export.hloc import read_dense_matches, read_sparse_matches
 from prism_match.files import load_arrays
@@ -229,7 +231,31 @@ def test_hloc_files_with_arrays_for_groups_are_told(tmp_path: Path) -> None:
             list(read(tmp_path / "m.h5", ["a", "b"]))
 
 
+def test_hloc_files_with_more_than_a_match_for_a_key_point_are_told(tmp_path: Path) -> None:
+    for matches, scores in (([[0, 1], [1, 0]], [0.5, 0.5]), ([0, 1], [0.5])):
+        with h5py.File(tmp_path / "m.h5", "w") as file:
+            file["a/b/matches0"], file["a/b/matching_scores0"] = matches, scores
+        with pytest.raises(UserError, match="not a file of hloc's matches"):
+            list(read_sparse_matches(tmp_path / "m.h5", ["a", "b"]))
+
+
+def test_matches_of_images_that_no_file_can_be_are_told(tmp_path: Path) -> None:
+    Matches(np.zeros((1, 2)), np.zeros((1, 2)), np.ones(1), (9, 9), (9, 9), "a\0b", "c").save(
+        tmp_path / "m.json"
+    )
+    with pytest.raises(UserError, match="no file has the name"):
+        Matches.load(tmp_path / "m.json")
+
+
 # ---- benchmarks
+
+
+@pytest.mark.parametrize("key", ["matches", "precision", "error", "name", "parts"])
+def test_scores_that_are_none_are_measured_again(key: str) -> None:
+    check_types(Score("a", "", "", 1.0))
+    for bad in ([1, 2], {"x": "y"}):
+        with pytest.raises((ValueError, TypeError)):
+            check_types(replace(Score("a", "", "", 1.0), **{key: bad}))
 
 
 def test_cameras_that_are_none_are_named_as_unusable() -> None:

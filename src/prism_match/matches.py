@@ -279,6 +279,9 @@ def _from_arrays(arrays: Mapping[str, Any]) -> Matches:
     points = [np.asarray(arrays[k], dtype=np.float32).reshape(-1, 2) for k in ("keypoints0", "keypoints1")]
     scores = np.asarray(arrays["scores"], dtype=np.float32).reshape(-1)
     sizes = [(int(arrays[k][0]), int(arrays[k][1])) for k in ("size0", "size1")]
+    names = [str(arrays[k]) for k in ("name0", "name1")]
+    if any("\0" in name for name in names):
+        raise UserError("damaged: no file has the name of its image")
     details = None
     if "keep0" in arrays:
         keep = [np.asarray(arrays[k], dtype=bool) for k in ("keep0", "keep1")]
@@ -286,7 +289,7 @@ def _from_arrays(arrays: Mapping[str, Any]) -> Matches:
         details = Details(keep[0], keep[1], nmi[0], nmi[1])
     belief = {k: np.asarray(arrays[k], dtype=np.float32).reshape(-1) for k in BELIEF if k in arrays}
     return Matches(
-        points[0], points[1], scores, sizes[0], sizes[1], str(arrays["name0"]), str(arrays["name1"]), details,
+        points[0], points[1], scores, sizes[0], sizes[1], names[0], names[1], details,
         **belief,  # type: ignore[arg-type]
     )  # fmt: skip
 

@@ -44,6 +44,16 @@ class Score:
     problem: str = ""  # why it failed
 
 
+def check_types(score: Score) -> None:
+    """Of one that was read from a file. Raises `ValueError`."""
+    texts = (score.name, score.split, score.scene, score.problem)
+    numbers = (score.error, score.matches, score.inliers, score.precision, *dict(score.parts).values())
+    if not all(isinstance(x, str) for x in texts):
+        raise ValueError("a text is none")
+    if not all(isinstance(x, (int, float)) for x in numbers):
+        raise ValueError("a number is none")
+
+
 Scorer = Callable[[Any, Matches], Score]
 
 
@@ -221,6 +231,7 @@ class Journal:
                 values = parse_json(line)
                 key, error = values.pop("key"), values.pop("error")
                 score = Score(**values, error=float("inf") if error is None else error)
+                check_types(score)
             except (ValueError, TypeError, KeyError, AttributeError):  # half-written, or damaged
                 continue
             # Pairs that this run leaves out stay as they are.

@@ -113,7 +113,10 @@ def read_sparse_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Name
                 continue
             matches0 = read_dataset(group["matches0"])
             rows = np.flatnonzero(matches0 >= 0)
-            scores = as_floats(group["matching_scores0"])[rows]
+            scores = as_floats(group["matching_scores0"])
+            if matches0.ndim != 1 or scores.shape != matches0.shape:
+                raise ValueError("a match and a score for each key point are expected")
+            scores = scores[rows]
         yield pair, IndexedMatches(np.stack([rows, matches0[rows]], axis=1).astype(np.int64), scores)
 
 
