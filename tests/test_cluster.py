@@ -25,6 +25,7 @@ from prism_match.engine.match_pairs import match_pairs
 from prism_match.engine.methods import Sift
 from prism_match.engine.shards import Job
 from prism_match.errors import UserError
+from prism_match.files import lock_folder
 
 ray = pytest.importorskip("ray")
 SMALL = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
@@ -199,10 +200,11 @@ def test_the_driver_is_killed_and_started_again(tmp_path, nodes, slow_job):
         driver.kill()
         driver.communicate()
     stamps = {p: p.stat().st_mtime_ns for p in store.glob("shards/*.h5")}
-    driver = start_driver(tmp_path, nodes, store)
-    second = start_driver(tmp_path, nodes, store)
-    told = second.communicate(timeout=120)[1]
+    with lock_folder(store):  # as a run has it
+        second = start_driver(tmp_path, nodes, store)
+        told = second.communicate(timeout=120)[1]
     assert second.returncode == 2 and "in use by another run" in told and "Traceback" not in told
+    driver = start_driver(tmp_path, nodes, store)
     out, err = driver.communicate(timeout=180)
     assert driver.returncode == 0, err
     assert "there before  0" not in out
