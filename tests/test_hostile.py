@@ -33,7 +33,7 @@ from prism_match.evaluation.pairs import PosePair
 from prism_match.evaluation.runner import Score, check_types
 from prism_match.evaluation.scannet import read_scannet
 from prism_match.export.hloc import read_dense_matches, read_sparse_matches
-from prism_match.files import load_arrays
+from prism_match.files import load_arrays, load_object_arrays
 from prism_match.frames import read_depth, read_gray
 from prism_match.images import image_size, load_image
 from prism_match.maps.cameras import read_exif
@@ -41,6 +41,8 @@ from prism_match.maps.retrieval import describe_files
 from prism_match.maps.stages import Stages
 from prism_match.matches import Matches
 from prism_match.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from prism_match.training.config import TrainConfig, merged
+from prism_match.training.data.megadepth import read_index
 from prism_match.training.data.photos import PhotoStore
 from prism_match.weights import weights_info
 
@@ -245,6 +247,42 @@ def test_matches_of_images_that_no_file_can_be_are_told(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="no file has the name"):
         Matches.load(tmp_path / "m.json")
+
+
+def test_hloc_files_with_arrays_for_images_are_told(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "m.h5", "w") as file:  # of more numbers than anyone can wait for
+        file.create_dataset("a", (2**40,), "f8", chunks=(1024,))
+    for read in (read_sparse_matches, read_dense_matches):
+        with pytest.raises(UserError, match="a is no image"):
+            list(read(tmp_path / "m.h5", ["a", "b"]))
+
+
+def test_texts_that_are_none_are_told(tmp_path: Path) -> None:
+    bad = np.array([0x61, 0x7FFFFFFF], np.uint32).view("U2")
+    np.savez(tmp_path / "x.npz", name=bad)
+    with pytest.raises(ValueError, match="a text in it is none"):
+        load_arrays(tmp_path / "x.npz")
+    with pytest.raises(ValueError, match="a text in it is none"):
+        load_object_arrays(tmp_path / "x.npz", ["name"])
+
+
+def test_an_index_with_fewer_cameras_than_images_is_told(tmp_path: Path) -> None:
+    values = {
+        "image_paths": ["a", "b"], "depth_paths": ["a", "b"], "intrinsics": [np.eye(3)],
+        "poses": [np.eye(4)] * 2, "pair_infos": [((0, 1), 0.5, ())],
+    }  # fmt: skip
+    arrays = {}
+    for key, some in values.items():
+        arrays[key] = np.empty(len(some), object)
+        arrays[key][:] = some
+    np.savez(tmp_path / "0000.npz", **arrays)
+    with pytest.raises(UserError, match="not as many"):
+        read_index(tmp_path / "0000.npz")
+
+
+def test_a_phase_without_end_is_told() -> None:
+    with pytest.raises(ValueError, match="a phase is"):
+        merged(TrainConfig(), {"phases": [[0.0, float("inf"), 4]]})
 
 
 # ---- benchmarks

@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 import socket
+import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -327,11 +328,22 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         for name, array in arrays.items():  # what does not begin as an array is handed out as its bytes
             if not isinstance(array, np.ndarray):
                 raise ValueError(f"{name} is no array")
+            _check_text(array)
         return arrays
     except OSError:
         raise
     except Exception as error:  # damaged archives fail in every way there is
         raise ValueError(f"not an archive of arrays ({error})") from error
+
+
+def _check_text(array: np.ndarray) -> None:
+    """Characters that there are none of bring Python down later, wherever somebody looks at them."""
+    if array.dtype.kind == "U" and array.nbytes:
+        numbers = np.frombuffer(
+            np.ascontiguousarray(array).tobytes(), array.dtype.byteorder.replace("|", "=") + "u4"
+        )
+        if numbers.max() > sys.maxunicode:
+            raise ValueError("a text in it is none")
 
 
 def _check_unpacked(path: Path) -> None:
@@ -384,7 +396,9 @@ def _read_array(file: io.BytesIO) -> np.ndarray:
     shape, _, dtype = read_header[version](file)
     if not dtype.hasobject:
         file.seek(0)
-        return np.lib.format.read_array(file, allow_pickle=False)
+        array = np.lib.format.read_array(file, allow_pickle=False)
+        _check_text(array)
+        return array
     array = _ArraysOnly(file, encoding="latin1").load()
     if not isinstance(array, np.ndarray):
         raise ValueError(f"an entry is a {type(array).__name__}, not an array")

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import h5py
 import numpy as np
@@ -239,14 +239,7 @@ def read_contents(
                 name: ImageEntry((size[0], size[1]), text_of(digest), text_of(stamp))
                 for name, size, digest, stamp in zip(names, sizes.tolist(), digests, stamps, strict=True)
             }
-            if "index" in file:
-                pairs = [(names[a], names[b]) for a, b in read_dataset(file["index"]).reshape(-1, 2).tolist()]
-            else:
-                pairs = [
-                    (unquote(first), unquote(second))
-                    for first, group in file["pairs"].items()
-                    for second in group
-                ]
+            pairs = [(names[a], names[b]) for a, b in read_dataset(file["index"]).reshape(-1, 2).tolist()]
             if len(pairs) != file.attrs["pairs"]:
                 raise ValueError(f"{len(pairs)} pairs instead of {file.attrs['pairs']}")
             return settings, images, pairs

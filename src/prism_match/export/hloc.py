@@ -143,7 +143,13 @@ def _pairs(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, h5py.Group
     full = full_names(names)
     with _opened(path) as file:
         with reading(path, "a file of hloc's matches"):
-            found = [(first, second) for first in file for second in file[first]]
+            found = []
+            for first, group in file.items():
+                if not isinstance(
+                    group, h5py.Group
+                ):  # an array, maybe of more numbers than anyone can wait for
+                    raise UserError(f"not a file of hloc's matches ({first} is no image)")
+                found += [(first, second) for second in group]
             for first, second in found:
                 if not isinstance(file[first][second], h5py.Group):
                     raise UserError(f"not a file of hloc's matches ({first} and {second} have none)")

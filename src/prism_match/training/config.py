@@ -159,5 +159,5 @@ def _phase(values: Any) -> Phase:
     try:
         start, size, batch = values
         return Phase(float(start), int(size), int(batch))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         raise ValueError(f"a phase is [start, size, batch], not {values!r}") from None

@@ -73,6 +73,8 @@ def read_index(file: Path) -> SceneIndex:
         half = np.array([[0, 0, 0.5], [0, 0, 0.5], [0, 0, 0]])
         K = [None if k is None else np.array(k, float).reshape(3, 3) - half for k in intrinsics]
         T = [None if t is None else np.array(t, float).reshape(4, 4) for t in poses]
+        if not len(images) == len(depths) == len(K) == len(T):
+            raise ValueError("not as many depth maps, cameras and poses as images")
     except (OSError, ValueError, KeyError, TypeError, IndexError, ArithmeticError) as e:
         raise UserError(f"{file}: not an index of MegaDepth pairs ({e})") from e
     return SceneIndex(list(images), list(depths), K, T, pairs, overlap)
