@@ -105,7 +105,7 @@ class Matches:
             index = index[np.sort(best)]
         if spread is not None:
             index = index[spread_over(self.keypoints0[index], self.scores[index], spread)]
-        rows = ("keypoints0", "keypoints1", "scores", *(n for n in BELIEF if getattr(self, n) is not None))
+        rows = ("keypoints0", "keypoints1", "scores", *belief_of(self))
         return replace(self, **{name: getattr(self, name)[index] for name in rows})
 
     def _chosen(self, keep: np.ndarray | Sequence[int] | Sequence[bool]) -> np.ndarray:
@@ -250,6 +250,11 @@ class Matches:
         return matches
 
 
+def belief_of(found: Any) -> dict[str, np.ndarray]:
+    """What is known of how far matches, or those of a table, can be believed: arrays by their names."""
+    return {name: value for name in BELIEF if (value := getattr(found, name)) is not None}
+
+
 def _to_arrays(m: Matches) -> dict[str, np.ndarray]:
     """With how many there are, and a checksum of all the rest."""
     arrays = {
@@ -260,7 +265,7 @@ def _to_arrays(m: Matches) -> dict[str, np.ndarray]:
     if m.details is not None:
         kinds = {"keep0": bool, "keep1": bool, "nmi0": np.float32, "nmi1": np.float32}
         arrays |= {k: np.asarray(v, kinds[k]) for k, v in vars(m.details).items() if v is not None}
-    arrays |= {name: value for name in BELIEF if (value := getattr(m, name)) is not None}
+    arrays |= belief_of(m)
     return arrays | {"count": np.array(len(m)), "checksum": np.array(checksum(arrays))}
 
 
@@ -323,9 +328,9 @@ def _save_csv(path: Path, m: Matches) -> None:
         # The first line tells of the images, as a comment that csv readers can skip.
         seal = _to_arrays(replace(m, details=None))
         writer.writerow(["#", *m.size0, *m.size1, m.name0, m.name1, seal["count"], seal["checksum"]])
-        belief = [name for name in BELIEF if getattr(m, name) is not None]
+        belief = belief_of(m)
         writer.writerow(["x0", "y0", "x1", "y1", "score", *belief])
-        columns = [m.scores, *(getattr(m, name) for name in belief)]
+        columns = [m.scores, *belief.values()]
         table = np.concatenate([m.keypoints0, m.keypoints1, np.stack(columns, axis=1)], axis=1)
         writer.writerows([[repr(float(x)) for x in row] for row in table])
 

@@ -16,8 +16,17 @@ from prism_match.cli.options import (
     make_matcher,
 )
 from prism_match.cli.output import print_table
-from prism_match.cli.sfm import IntrinsicsOption, ModelOption, SharingOption
-from prism_match.config import Mapper
+from prism_match.cli.sfm import (
+    IntrinsicsOption,
+    MapperOption,
+    ModelOption,
+    NeighboursOption,
+    PairsAtOnceOption,
+    PairsOption,
+    SharingOption,
+    StoreOption,
+    ThreadsOption,
+)
 from prism_match.errors import UserError
 
 if TYPE_CHECKING:
@@ -106,22 +115,13 @@ def collect(
     max_angle: Annotated[
         float, typer.Option(help="Leave out pairs that contradict the others by more degrees.")
     ] = 10.0,
-    mapper: Annotated[
-        Mapper, typer.Option(help="COLMAP's; global is far faster for hundreds of photos.")
-    ] = "global",
-    pairs: Annotated[
-        str,
-        typer.Option(help="auto, exhaustive, sequential, retrieval, or a text file with two names a line."),
-    ] = "auto",
-    neighbours: Annotated[
-        int, typer.Option(help="Retrieval: match each photo with so many that look alike.")
-    ] = 20,
+    mapper: MapperOption = "global",
+    pairs: PairsOption = "auto",
+    neighbours: NeighboursOption = 20,
     cameras: SharingOption = "auto",
     camera_model: ModelOption = "SIMPLE_RADIAL",
     intrinsics: IntrinsicsOption = None,
-    matches: Annotated[
-        Optional[Path], typer.Option(help="A matches.h5, or what match-pairs wrote, to use as it is.")
-    ] = None,
+    matches: StoreOption = None,
     match_size: Annotated[
         Optional[int], typer.Option(help="Longer side to match at, in pixels [832].")
     ] = None,
@@ -129,8 +129,8 @@ def collect(
     weights: WeightsOption = None,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
-    batch: Annotated[Optional[int], typer.Option(help="Pairs matched at a time [GPU 8, CPU 1].")] = None,
-    threads: Annotated[int, typer.Option(help="Of COLMAP [all cores].")] = -1,
+    batch: PairsAtOnceOption = None,
+    threads: ThreadsOption = -1,
 ) -> None:
     """Make a collection to train on of a folder of photos, and nothing else (extra: sfm).
 

@@ -41,6 +41,19 @@ IntrinsicsOption = Annotated[
     Optional[str],
     typer.Option(help="fx,fy,cx,cy for all, or a file of lines: image fx fy cx cy. They stay as given."),
 ]
+PairsOption = Annotated[
+    str,
+    typer.Option(help="auto, exhaustive, sequential, retrieval, or a text file with two names a line."),
+]
+NeighboursOption = Annotated[
+    int, typer.Option(help="Retrieval: match each photo with so many that look alike.")
+]
+MapperOption = Annotated[Mapper, typer.Option(help="COLMAP's; global is far faster for hundreds of photos.")]
+StoreOption = Annotated[
+    Optional[Path], typer.Option(help="A matches.h5, or what match-pairs wrote, to use as it is.")
+]
+PairsAtOnceOption = Annotated[Optional[int], typer.Option(help="Pairs matched at a time [GPU 8, CPU 1].")]
+ThreadsOption = Annotated[int, typer.Option(help="Of COLMAP [all cores].")]
 
 
 def sfm(
@@ -48,20 +61,13 @@ def sfm(
     out: Annotated[
         Path, typer.Option("-o", "--out", help="Folder for the results; a run goes on where it was.")
     ],
-    pairs: Annotated[
-        str,
-        typer.Option(help="auto, exhaustive, sequential, retrieval, or a text file with two names a line."),
-    ] = "auto",
+    pairs: PairsOption = "auto",
     window: Annotated[int, typer.Option(help="Sequential: match each photo with so many that follow.")] = 10,
     loop: Annotated[
         bool, typer.Option("--loop", help="Sequential: the first photo follows the last.")
     ] = False,
-    neighbours: Annotated[
-        int, typer.Option(help="Retrieval: match each photo with so many that look alike.")
-    ] = 20,
-    mapper: Annotated[
-        Mapper, typer.Option(help="COLMAP's; global is far faster for hundreds of photos.")
-    ] = "incremental",
+    neighbours: NeighboursOption = 20,
+    mapper: MapperOption = "incremental",
     cameras: SharingOption = "auto",
     camera_model: ModelOption = "SIMPLE_RADIAL",
     intrinsics: IntrinsicsOption = None,
@@ -72,19 +78,17 @@ def sfm(
     threshold: ThresholdOption = None,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
-    batch: Annotated[Optional[int], typer.Option(help="Pairs matched at a time [GPU 8, CPU 1].")] = None,
+    batch: PairsAtOnceOption = None,
     weights: WeightsOption = None,
     rotate: RotateOption = "never",
     polish: PolishOption = True,
     model_config: ConfigOption = None,
-    matches: Annotated[
-        Optional[Path], typer.Option(help="A matches.h5, or what match-pairs wrote, to use as it is.")
-    ] = None,
+    matches: StoreOption = None,
     matches_only: Annotated[
         bool, typer.Option("--matches-only", help="Stop after OUT/matches.h5: needs no COLMAP.")
     ] = False,
     feature_cache: Annotated[float, typer.Option(help="Disk for feature maps while matching, in GiB.")] = 8.0,
-    threads: Annotated[int, typer.Option(help="Of COLMAP [all cores].")] = -1,
+    threads: ThreadsOption = -1,
     engine: EngineOption = "local",
     address: AddressOption = None,
     json_file: JsonFileOption = None,

@@ -11,7 +11,7 @@ import numpy as np
 
 from prism_match.errors import UserError
 from prism_match.files import atomic_path
-from prism_match.matches import BELIEF, Matches
+from prism_match.matches import BELIEF, Matches, belief_of
 
 COLUMNS = ("other", "x0", "y0", "x1", "y1", "score")
 
@@ -65,11 +65,8 @@ class MatchTable:
         return Matches(
             self.keypoints0[rows], self.keypoints1[rows], self.scores[rows],
             self.size0, self.sizes1[other], self.name0, self.names1[other],
-            **{key: column[rows] for key, column in self._belief().items()},
+            **{key: column[rows] for key, column in belief_of(self).items()},
         )  # fmt: skip
-
-    def _belief(self) -> dict[str, np.ndarray]:
-        return {key: column for key in BELIEF if (column := getattr(self, key)) is not None}
 
     def __iter__(self) -> Iterator[Matches]:
         return (self[n] for n in range(len(self.names1)))
@@ -83,7 +80,7 @@ class MatchTable:
         """n, with named columns: other, x0, y0, x1, y1, score, and certainty and sigma where these are known.
         `pandas.DataFrame` takes it as it is."""
         columns = [self.other, *self.keypoints0.T, *self.keypoints1.T, self.scores]
-        named = dict(zip(COLUMNS, columns, strict=True)) | self._belief()
+        named = dict(zip(COLUMNS, columns, strict=True)) | belief_of(self)
         records = np.empty(len(self), [(name, column.dtype) for name, column in named.items()])
         for name, column in named.items():
             records[name] = column

@@ -14,7 +14,7 @@ from prism_match import viz
 from prism_match.engine.photos import scale_points
 from prism_match.geometry import Estimate
 from prism_match.images import encode_png, resize
-from prism_match.matches import BELIEF, Matches, write_npz
+from prism_match.matches import Matches, belief_of, write_npz
 from prism_match.serve.refusal import Refused
 
 JSON, NPZ, PNG = "application/json", "application/x-npz", "image/png"
@@ -77,7 +77,7 @@ class Answer:
             "time": rounded(self.seconds) | {"stages": rounded(self.stages)},
             "batch": self.together,
         }
-        values |= {name: value for name in BELIEF if (value := getattr(m, name)) is not None}
+        values |= belief_of(m)
         fits = [
             {
                 "model": fit.model,
