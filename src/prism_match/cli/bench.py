@@ -54,6 +54,7 @@ def bench(
       prism bench --onnx prism.onnx --sizes 640 --no-peers
       prism bench --range --no-peers --plot speed.png
     """
+    from prism_match.evaluation.report import Report
     from prism_match.evaluation.speed import RANGE, SIZES, SpeedOptions, check_plot, draw, measure
     from prism_match.files import writable_folder, write_json
 
@@ -76,10 +77,13 @@ def bench(
         device=device, peers=peers, repeats=repeats or 0, batch=batch or 0, whole_range=whole_range,
         onnx=onnx, weights=weights, config=parse_config(model_config),
     )  # fmt: skip
-    report = measure(options)
+
+    def keep(so_far: Report) -> None:
+        if json_file is not None:
+            write_json(json_file, so_far.summary)
+
+    report = measure(options, keep)
     print(report)
-    if json_file is not None:
-        write_json(json_file, report.summary)
     if plot is not None:
         draw(report.summary, plot)
 

@@ -16,15 +16,24 @@ def train_subpixel(
     out: Annotated[Path, typer.Option("-o", "--out", help="The .safetensors file to write.")],
     photos: Annotated[list[Path], typer.Option(help="Folder or tar of photos; may be given several times.")],
     minutes: Annotated[float, typer.Option(help="Budget.")] = 8.0,
+    colmap: Annotated[
+        Optional[list[Path]],
+        typer.Option(help="COLMAP model with its images: real pairs, too; may be given several times."),
+    ] = None,
     init: Annotated[Optional[Path], typer.Option(help="Weights to begin with.")] = None,
     seed: int = 0,
     device: DeviceOption = "auto",
 ) -> None:
     """Train the network that makes matches exact (`polish`), on photos and worlds textured with them.
 
-    Example: prism train-subpixel --photos my-photos --minutes 8 -o subpixel.safetensors
+    \b
+    Examples:
+      prism train-subpixel --photos my-photos --minutes 8 -o subpixel.safetensors
+      prism train-subpixel --photos my-photos --colmap landmark/sparse -o subpixel.safetensors
     """
+    from prism_match.engine import Matcher
     from prism_match.matcher import find_device
+    from prism_match.training.consensus import ConsensusPairs
     from prism_match.training.sources import SourceOptions, make_sources
     from prism_match.training.subpixel import CALM, SubpixelConfig
     from prism_match.training.subpixel import train_subpixel as train
@@ -39,5 +48,9 @@ def train_subpixel(
     where = find_device(device)
     options = SourceOptions(photos=photos, worlds=True, compile=where.type == "cuda", calm=CALM)
     sources = [weighted.source for weighted in make_sources(options, where)]
-    found = train(sources, out, SubpixelConfig(minutes=minutes, seed=seed), where, init)
+    real = None
+    if colmap:
+        real = ConsensusPairs(colmap, Matcher(device=where), seed=seed)
+        print(f"{len(real)} pairs of real photos")
+    found = train(sources, out, SubpixelConfig(minutes=minutes, seed=seed), where, init, real)
     print(f"{out}: median error {found['before']:.2f} px before and {found['after']:.2f} px after")

@@ -100,7 +100,8 @@ class StageTimes:
         return max(0.0, self.total - sum(self.stages.values()))
 
 
-def measure(options: SpeedOptions) -> Report:
+def measure(options: SpeedOptions, after_each: Callable[[Report], None] = lambda report: None) -> Report:
+    """after_each: is given what there is after each size, so that it is not lost where the rest is."""
     device = find_device(options.device)
     options, machine = options.settled(device), describe_machine(device)
     photos = load_pair(options.photos)
@@ -135,8 +136,10 @@ def measure(options: SpeedOptions) -> Report:
                             rows.append(many(matcher, images, crossed(pairs), options.batch, "set"))
                         if ran:
                             stages.append(split(matcher, images, pairs[0], min(options.repeats, 5)))
+                report = make_report(options, machine, photos, rows, stages, skipped)
+                after_each(report)
                 bar.update()
-    return make_report(options, machine, photos, rows, stages, skipped)
+    return report
 
 
 # ---- what is matched

@@ -1,7 +1,8 @@
-"""Trains the network of `subpixel.py`, on pairs whose truth is exact: photos under homographies and worlds.
+"""Trains the network of `subpixel.py`, on pairs whose truth is exact: photos under homographies and worlds;
+and on real ones, of which less is known (`consensus.py`).
 
-It needs nothing of the matcher: the matches it is shown are true ones, moved by about what the refinement of
-a trained model gets wrong, with the affine maps around them a little off as well.
+The matches it is shown are true ones, moved by about what the refinement of a trained model gets wrong, with
+the affine maps around them a little off as well.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,9 +34,13 @@ from prism_match.training.pairs import (
 from prism_match.weights import load_state
 from prism_match.weights.store import read_weights, write_tensors
 
+if TYPE_CHECKING:
+    from prism_match.training.consensus import ConsensusPairs
+
 CALM = 0.8  # share of pairs in ordinary light: what is learnt here is to be exact
 LARGEST_ZOOM = 6.0  # between two images; beyond it a window shows too little
 BENT = 0.1  # pixels by which four cells may not fit a plane for a point between them to be known exactly
+ONE_WAY = math.pi / 2  # an error in the plane is so many times what is seen of it along one axis
 ROUND_WEIGHTS = (0.5, 0.75, 1.0)  # of the loss after each round
 
 
@@ -43,6 +49,7 @@ class SubpixelConfig:
     minutes: float = 8.0
     size: int = 480  # of the images
     pairs: int = 10  # of each source that are drawn at a time
+    real_pairs: int = 20  # the same of real photos
     cells: int = 1200  # of each pair, at most
     parts: int = 3  # updates that a draw is good for
     lr: float = 1e-3
@@ -62,12 +69,23 @@ class Examples:
     points1: Tensor  # n 2, the truth
     stretch: Tensor  # n 2 2, the truth about the neighbourhood
     pixel: Tensor  # n: pixels of image 1 that are one of the coarser image
+    across: Tensor | None = None  # n 2: the only direction in which the truth is known, of length 1
+
+    def parts(self, count: int) -> list[Examples]:
+        """All of them, at random, in so many parts."""
+        order = torch.randperm(len(self.image), device=self.image.device)
+        return [self.some(rows) for rows in order.tensor_split(count)]
 
     def some(self, rows: Tensor) -> Examples:
-        return Examples(
-            self.first, self.second,
-            *(t[rows] for t in (self.image, self.points0, self.points1, self.stretch, self.pixel)),
-        )  # fmt: skip
+        tensors = {f: getattr(self, f) for f in ("image", "points0", "points1", "stretch", "pixel", "across")}
+        return replace(self, **{name: t[rows] for name, t in tensors.items() if t is not None})
+
+    def errors(self, points1: Tensor) -> Tensor:
+        """n: of points1 (n 2), as far as they are known, in pixels of the coarser image."""
+        off = points1 - self.points1
+        if self.across is None:
+            return (off.square().sum(1) + 1e-6).sqrt() / self.pixel
+        return ((off * self.across).sum(1).square() + 1e-6).sqrt() / self.pixel
 
 
 def train_subpixel(
@@ -76,8 +94,9 @@ def train_subpixel(
     config: SubpixelConfig,
     device: torch.device,
     init: Path | None = None,
+    real: ConsensusPairs | None = None,
 ) -> dict[str, float]:
-    """Writes the averaged weights to `out`; returns the last metrics."""
+    """Writes the averaged weights to `out`; returns the last metrics, those of real pairs by "real_..."."""
     torch.manual_seed(config.seed)
     network = Subpixel().to(device)
     if init is not None:
@@ -92,12 +111,19 @@ def train_subpixel(
     # At least once, however slow the machine is.
     while (progress := (time.monotonic() - started) / (60 * config.minutes)) < 1 or step == 0:
         examples = draw_examples(sources, config, step, device)
-        order = torch.randperm(len(examples.image), device=device)
+        parts = examples.parts(config.parts)
+        others: Iterable[Examples | None] = [None] * len(parts)
+        if real is not None:
+            generator = torch.Generator().manual_seed(seed_of(config.seed, step, len(sources)))
+            others = real.sample(config.real_pairs, config.cells, generator).parts(config.parts)
         fall = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress))
-        for rows in order.chunk(config.parts):
+        for part, other in zip(parts, others, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = config.lr * min(1, (step + 1) / config.warmup) * fall
-            loss, metrics = subpixel_loss(network, examples.some(rows))
+            loss, metrics = subpixel_loss(network, part)
+            if other is not None:
+                more, found = subpixel_loss(network, other)
+                loss, metrics = loss + more, metrics | {f"real_{k}": v for k, v in found.items()}
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -133,8 +159,8 @@ def examples_of(batches: Sequence[PairBatch], cells: int) -> Examples:
 
     image0, image1, warp, seen = (joined(n) for n in ("image0", "image1", "warp0", "visible0"))
     stretch, known = true_stretch(warp, seen)
-    scale = torch.linalg.det(stretch).abs().sqrt()
-    usable = (seen & known & (scale > 1 / LARGEST_ZOOM) & (scale < LARGEST_ZOOM)).flatten(1)
+    scale = scale_between(stretch)
+    usable = (seen & known & within_reach(scale)).flatten(1)
     keys, cell = (torch.rand(usable.shape, device=warp.device) + usable).topk(min(cells, usable.shape[1]))
     chosen = keys > 1
     pair = torch.arange(len(warp), device=warp.device)[:, None].expand_as(cell)[chosen]
@@ -150,6 +176,15 @@ def examples_of(batches: Sequence[PairBatch], cells: int) -> Examples:
         torch.where(exact[:, None], found, points0), torch.where(exact[:, None], place, points1),
         stretch.flatten(1, 2)[pair, cell], pixel,
     )  # fmt: skip
+
+
+def scale_between(stretch: Tensor) -> Tensor:
+    """...: of maps ... 2 2, pixels of image 1 that are one of image 0."""
+    return torch.linalg.det(stretch).abs().sqrt()
+
+
+def within_reach(scale: Tensor) -> Tensor:
+    return (scale > 1 / LARGEST_ZOOM) & (scale < LARGEST_ZOOM)
 
 
 def true_stretch(warp: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,9 +229,11 @@ def subpixel_loss(network: Subpixel, examples: Examples) -> tuple[Tensor, dict[s
     e, loss = examples, torch.zeros((), device=start.device)
     found = approach(network, e.first, e.second, e.points0, start, wrong, len(ROUND_WEIGHTS), e.image)
     for weight, (points1, expected) in zip(ROUND_WEIGHTS, found, strict=True):
-        error = ((points1 - e.points1).square().sum(1) + 1e-6).sqrt() / e.pixel
-        stated = expected / e.pixel
-        loss = loss + weight * (2 * error / stated + 2 * stated.log()).mean()
-    before = (start - e.points1).norm(dim=1) / e.pixel
+        error, stated = e.errors(points1), expected / e.pixel
+        likelihood = ONE_WAY * error / stated + stated.log()
+        if e.across is None:
+            likelihood = 2 * error / stated + 2 * stated.log()
+        loss = loss + weight * likelihood.mean()
+    before = e.errors(start)
     medians = {"before": before, "after": error.detach(), "stated": stated.detach()}
     return loss, {"loss": loss.item(), **{k: v.median().item() for k, v in medians.items()}}
