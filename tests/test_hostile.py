@@ -27,9 +27,11 @@ from safetensors.torch import save_file
 from synthetic_matcher import write_noise
 
 from prism_match import UserError, cli
+from prism_match.colmap_model import read_model
 from prism_match.config import PRESETS, ModelConfig, load_model_config
 from prism_match.engine import Matcher, MatchStore
 from prism_match.evaluation.pairs import PosePair
+from prism_match.evaluation.pose import evaluate_pose
 from prism_match.evaluation.runner import Score, check_types
 from prism_match.evaluation.scannet import read_scannet
 from prism_match.export.hloc import read_dense_matches, read_sparse_matches
@@ -324,6 +326,41 @@ def test_a_packed_tar_that_is_cut_short_is_told(tmp_path: Path) -> None:
 
 
 # ---- what is printed
+
+
+def test_names_that_no_file_can_have_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Systems refuse even to be asked for names of hundreds of letters."""
+    name = 300 * "n"
+    for read in (load_image, read_depth):
+        with pytest.raises(UserError):
+            read(tmp_path / name)
+    pair = PosePair(
+        name="a", image0=tmp_path / name, image1=tmp_path / name, K0=np.eye(3), K1=np.eye(3), T_0to1=np.eye(4)
+    )
+    with pytest.raises(UserError, match="no such file"):
+        evaluate_pose([pair], "sift", 64)
+    for command in (
+        ["match", name, name],
+        ["sfm", name, "-o", str(tmp_path / "out")],
+        ["info", "--weights", name],
+    ):
+        monkeypatch.setattr(sys, "argv", ["prism", *command])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code in (1, 2)
+        told = capsys.readouterr().err
+        assert told.startswith("prism: ") and told.count("\n") == 1
+
+
+def test_points_without_colours_are_told(tmp_path: Path) -> None:
+    (tmp_path / "cameras.txt").write_text("1 PINHOLE 64 64 60 60 32 32\n")
+    (tmp_path / "images.txt").write_text("1 1 0 0 0 0 0 0 1 a.png\n\n")
+    for points in ("7\n", "7 1 2 3\n8 1 2 3\n"):
+        (tmp_path / "points3D.txt").write_text(points)
+        with pytest.raises(UserError, match="points3D.txt: damaged"):
+            read_model(tmp_path)
 
 
 def test_names_cannot_give_orders_to_the_terminal(

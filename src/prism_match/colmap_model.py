@@ -213,7 +213,7 @@ def _images_text(file: Path) -> list:
 def _points_text(file: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rows = [line.split(maxsplit=7)[:7] for line in _lines(file) if line.strip()]
     ids = np.array([int(r[0]) for r in rows], np.int64)
-    numbers = np.array([r[1:] for r in rows], float).reshape(-1, 6)
+    numbers = np.array([r[1:] for r in rows], float).reshape(len(rows), 6)
     return ids, numbers[:, :3], numbers[:, 3:].astype(np.uint8)
 
 

@@ -31,6 +31,14 @@ TEMPORARY = re.compile(r"\..*\.(?P<machine>[0-9a-f]{8})-(?P<process>\d{1,9})-[0-
 _swept: set[Path] = set()  # folders that hold nothing of killed processes
 
 
+def is_file(path: Path) -> bool:
+    """Whether it is one. Names come from users and from files: one that no file can have is none, either."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """A temporary name beside `path`; renamed to `path` if the block succeeds, removed if not."""

@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 
 from prism_match.errors import UserError
-from prism_match.files import new_h5, read_dataset
+from prism_match.files import is_file, new_h5, read_dataset
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def read_depth(path: Path | str, per_metre: float = 1000.0) -> np.ndarray:
     there are `per_metre` of.
     """
     path = Path(path)
-    if not path.is_file():
+    if not is_file(path):
         raise UserError(f"{path}: depth map is missing")
     try:
         if path.suffix == ".h5":
@@ -144,7 +144,7 @@ def read_sequence(scene: Path) -> list[Frame]:
     for pose in sorted([*scene.glob("*.pose.txt"), *scene.glob("pose/*.txt")], key=_number):
         image, depth = _files_of(scene, pose)
         try:
-            if image is None or not depth.is_file():
+            if image is None or not is_file(depth):
                 raise UserError(f"{pose}: its colour or depth image is missing")
             T = _read_matrix(pose, (4, 4))
             if not np.isfinite(T).all():
@@ -171,7 +171,7 @@ def _files_of(scene: Path, pose: Path) -> tuple[Path | None, Path]:
     else:
         stem = pose.name.removesuffix(".pose.txt")
         colours, depth = (scene / f"{stem}.color{s}" for s in COLOUR), scene / f"{stem}.depth.png"
-    return next((c for c in colours if c.is_file()), None), depth
+    return next((c for c in colours if is_file(c)), None), depth
 
 
 def _read_intrinsics(scene: Path) -> np.ndarray:

@@ -16,7 +16,7 @@ import cv2
 import numpy as np
 
 from prism_match.errors import UserError
-from prism_match.files import atomic_path
+from prism_match.files import atomic_path, is_file
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -89,10 +89,8 @@ def to_image(source: ImageLike, what: str) -> Image:
 def read_image(path: Path) -> Image:
     import PIL.Image
 
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder, not an image")
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
+    if not is_file(path):
+        raise UserError(f"{path}: {'is a folder, not an image' if os.path.isdir(path) else 'no such file'}")
     if path.stat().st_size == 0:
         raise UserError(f"{path}: the file is empty")
     try:

@@ -75,6 +75,10 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:  # a full disk, a name too long, a folder that nobody may read
+        named = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        print(f"prism: {one_line(named)}", file=sys.stderr)
+        sys.exit(1)
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":
             raise

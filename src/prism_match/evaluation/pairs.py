@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from prism_match.errors import UserError
+from prism_match.files import is_file
 
 AnyPair = TypeVar("AnyPair", bound="Pair")
 Item = TypeVar("Item")
@@ -69,7 +70,7 @@ class HomographyPair(Pair):
 
 
 def existing(path: Path) -> Path | None:
-    return path if path.is_file() else None
+    return path if is_file(path) else None
 
 
 def name_apart(pairs: Iterable[AnyPair]) -> list[AnyPair]:

@@ -25,7 +25,7 @@ from prism_match.engine.photos import content_of
 from prism_match.errors import UserError
 from prism_match.evaluation.metrics import auc
 from prism_match.evaluation.pairs import Pair, name_apart
-from prism_match.files import atomic_path, lock_folder, short_hash, writable_folder
+from prism_match.files import atomic_path, is_file, lock_folder, short_hash, writable_folder
 from prism_match.matches import Matches
 
 
@@ -134,7 +134,7 @@ def evaluate(
     pairs = name_apart(pairs)
     unusable = {p.name: p.problem for p in pairs if p.problem}
     usable = [p for p in pairs if not p.problem]
-    missing = {p.name: f"{f}: no such file" for p in usable for f in (p.image1, p.image0) if not f.is_file()}
+    missing = {p.name: f"{f}: no such file" for p in usable for f in (p.image1, p.image0) if not is_file(f)}
     if not usable or len(missing) == len(usable):
         reason = next(iter((missing or unusable).values()), "the list is empty")
         raise UserError(f"{benchmark}: none of the {len(pairs)} pairs can be used; the first: {reason}")
@@ -263,7 +263,7 @@ class Journal:
 
 def content_key(pair: Pair) -> str:
     """Of all that is known about the pair: the content of its images, wherever they are, and the truth."""
-    known: list[Any] = [content_of(p) if p.is_file() else None for p in (pair.image0, pair.image1)]
+    known: list[Any] = [content_of(p) if is_file(p) else None for p in (pair.image0, pair.image1)]
     for value in vars(pair).values():
         if not isinstance(value, Path):
             known.append(value.tolist() if isinstance(value, np.ndarray) else value)

@@ -28,7 +28,7 @@ from prism_match.evaluation.report import (
     problems,
 )
 from prism_match.evaluation.runner import Run, progress_bar
-from prism_match.files import short_hash, write_json
+from prism_match.files import is_file, short_hash, write_json
 
 BINS = {f"[{low}, {low + 1})" if low < 4 else "[4, inf)": low for low in SCALE}
 
@@ -98,7 +98,7 @@ def scale_ratios(
 def geometry_key(pair: PosePair) -> str:
     """All that a scale ratio depends on but for the resizing."""
     files = (pair.image0, pair.image1, pair.depth0, pair.depth1)
-    contents = [content_of(path) for path in files if path is not None and path.is_file()]
+    contents = [content_of(path) for path in files if path is not None and is_file(path)]
     cameras = [None if x is None else x.tolist() for x in (pair.K0, pair.K1, pair.T_0to1)]
     return short_hash([contents, cameras, pair.frame0, pair.frame1])
 

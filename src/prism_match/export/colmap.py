@@ -10,6 +10,7 @@ import numpy as np
 
 from prism_match.engine.store import MatchStore
 from prism_match.errors import UserError
+from prism_match.files import is_file
 from prism_match.images import exif_orientation, to_stored
 from prism_match.maps.cameras import CameraOptions, choose_cameras
 from prism_match.maps.colmap import colmap_error, write_database
@@ -41,7 +42,7 @@ def export_colmap(
     files: dict[str, tuple[Path | None, tuple[int, int]]] = {}
     for name, entry in store.images.items():
         file = None if images is None else images / name
-        if file is not None and not file.is_file():
+        if file is not None and not is_file(file):
             raise UserError(f"{file}: no such image; {matches} has matches of it")
         files[name] = file, as_stored(np.empty((0, 2)), entry.size, file)[1]
     chosen = choose_cameras(files, cameras or CameraOptions())

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from prism_match.files import lock_folder, writable_folder
+from prism_match.files import is_file, lock_folder, writable_folder
 from prism_match.frames import read_depth, write_depth
 from prism_match.training.data.colmap import (
     Model,
@@ -78,7 +78,7 @@ def _make_depth(
     model: Model, image_dir: Path, depth_dir: Path, config: SweepConfig, device: torch.device | str
 ) -> DepthCheck:
     neighbours = [choose_sources(model, i, config.checks) for i in range(len(model.views))]
-    missing = [i for i, v in enumerate(model.views) if not depth_path(depth_dir, v.name).exists()]
+    missing = [i for i, v in enumerate(model.views) if not is_file(depth_path(depth_dir, v.name))]
     # A map is checked against its neighbours' raw maps, so those are needed as well.
     wanted = sorted({j for i in missing for j in (i, *neighbours[i])})
     if missing:
@@ -96,7 +96,7 @@ def check_depth(model: Model, depth_dir: Path | str) -> DepthCheck:
     """Compares finished depth maps with the sparse points seen in their images."""
     errors, kept, maps = [np.empty(0)], [], 0
     for view in model.views:
-        if not depth_path(depth_dir, view.name).exists():
+        if not is_file(depth_path(depth_dir, view.name)):
             continue
         depth = read_depth(depth_path(depth_dir, view.name))
         errors.append(_errors_at_points(model, view, depth))
@@ -413,7 +413,7 @@ def _raw_maps(
     raw: dict[int, Tensor] = {}
     for i in tqdm(wanted, desc="plane sweep", disable=len(wanted) < 2):
         path, device = depth_path(raw_dir, model.views[i].name), photos[i].device
-        if not path.exists():
+        if not is_file(path):
             swept, _ = sweep(model, photos, i, neighbours[i][: config.sources], config)
             write_depth(path, swept.cpu().numpy())
         # As the file has it, which is rounded: so that a run that goes on ends as one that never stopped.

@@ -15,6 +15,7 @@ from torch import Tensor
 from prism_match import colmap_model
 from prism_match.colmap_model import Model, PosedView
 from prism_match.errors import UserError
+from prism_match.files import is_file
 from prism_match.frames import read_depth, read_gray
 from prism_match.training.data.photometric import CALM, augment
 from prism_match.training.data.photos import mip_maps
@@ -48,7 +49,7 @@ def load_photo(view: PosedView, image_dir: Path) -> np.ndarray:
 
 def require_files(folder: Path, names: list[str], what: str) -> None:
     """Raises UserError with one line that names the files missing from `folder`."""
-    missing = [n for n in names if not (folder / n).is_file()]
+    missing = [n for n in names if not is_file(folder / n)]
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise UserError(f"{folder}: {what}: {', '.join(missing[:5])}{more}")

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, load_object_arrays, writable_folder
+from prism_match.files import atomic_path, is_file, load_object_arrays, writable_folder
 from prism_match.training.data.colmap import Model, read_model
 from prism_match.training.data.posed import Frame, PosedPairs
 
@@ -147,7 +147,7 @@ def scene_info(root: Path, scene: str, model: Model, overlap: tuple[float, float
     for i, view in enumerate(model.views):
         image = f"Undistorted_SfM/{scene}/images/{view.name}"
         depth = _depth_of(root, scene, view.name)
-        if depth is None or not (root / image).is_file() or not np.isfinite(view.T).all():
+        if depth is None or not is_file(root / image) or not np.isfinite(view.T).all():
             continue
         K = view.K.copy()
         K[:2, 2] += 0.5  # COLMAP's convention, as in the published index
