@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,17 @@ def test_a_fit_means_what_it_says_on_what_it_has_not_seen() -> None:
     small, large = sigma < np.quantile(sigma, 0.2), sigma > np.quantile(sigma, 0.8)
     assert bounded[large].mean() > 1.5 * bounded[small].mean()
     assert sigma.mean() == pytest.approx(bounded.mean(), rel=0.1)
+
+
+def test_matches_of_a_larger_image_are_believed_as_if_they_had_been_found_there() -> None:
+    g = np.random.default_rng(3)
+    regression = Regression(tuple(g.normal(0, 0.3, TERMS)), tuple(g.normal(0, 0.3, TERMS)))
+    small = drawn_signs(50, 4)
+    large = replace(small, stated=2.5 * small.stated, misfit=2.5 * small.misfit, pixel=2.5 * small.pixel)
+    found = regression.enlarged(*regression(small), 2.5)
+    for one, other in zip(found, regression(large), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4)
+        assert one.dtype == np.float32
 
 
 def test_signs_without_neighbours_are_numbers_still() -> None:

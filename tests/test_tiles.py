@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prism_match import Matcher, Matches, UserError, tiles, windows
+from prism_match.certainty import PIXEL, TERMS, Calibration, Regression
 from prism_match.config import PRESETS
 from prism_match.engine.methods import Prism
 from prism_match.geometry import warp_points
@@ -121,6 +122,26 @@ def test_large_images_are_matched_at_full_detail(large, tiled) -> None:  # noqa:
     assert np.median(errors(found, homography)) < 0.5 * np.median(errors(plain, homography))
     assert (np.diff(found.scores) <= 0).all() and found.size0 == (640, 560) and found.size1 == (500, 460)
     assert max(max(pair) for pair in matcher.seen) <= 160**2, "no tile is larger than what was allowed"
+
+
+def test_certainty_is_about_pixels_of_the_image(large) -> None:  # noqa: ANN001
+    image0, image1, _ = large
+    finer = cv2.resize(image1, None, fx=2, fy=2, interpolation=cv2.INTER_CUBIC)
+    matcher = SiftMatcher(size=160, tiles="auto")
+    # Twice as many pixels are a quarter of the odds, and twice the error.
+    right, error = np.zeros((2, TERMS))
+    right[PIXEL], error[PIXEL] = -2, 1
+    regression = Regression(tuple(right), tuple(error))
+    matcher.calibration = Calibration("", "", regression, regression)
+    same, twice = matcher.match(image0, image1), matcher.match(image0, finer)
+    # SiftMatcher gives the score for both of them, in pixels of what it was given.
+    np.testing.assert_allclose(same.certainty, same.scores, atol=0.02)
+    grown = twice.sigma / twice.scores  # what was matched had the scale of image 0, which is a little coarser
+    assert 1.6 < grown.min() and grown.max() < 2.1
+    odds, before = (x / (1 - x) for x in (twice.certainty, twice.scores))
+    np.testing.assert_allclose(odds, before / grown**2, rtol=1e-2)
+    matcher.calibration = None
+    assert matcher.match(image0, image1).certainty is None
 
 
 def test_no_seams_and_no_doubles(large, tiled) -> None:  # noqa: ANN001

@@ -22,6 +22,7 @@ from prism_match.files import atomic_path, reading
 RIGHT = 3.0  # pixels of image 1 within which a match is right
 SHIPPED = Path(__file__).parent / "weights" / "calibration.json"
 TERMS = 10  # of a regression
+PIXEL = 5  # that of `Signs.pixel`
 BEYOND = 10.0  # pixels: an error that is larger counts as this in what is to be expected
 
 
@@ -69,6 +70,17 @@ class Regression:
         certainty = 1 / (1 + np.exp(-np.clip(terms @ np.array(self.right), -30, 30)))
         sigma = np.exp(np.clip(terms @ np.array(self.error), -5, 5))
         return certainty.astype(np.float32), sigma.astype(np.float32)
+
+    def enlarged(
+        self, certainty: np.ndarray, sigma: np.ndarray, ratio: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What both are in an image 1 of `ratio` times as many pixels a side, in which the same matches are
+        off by so many times as many."""
+        change = np.log(ratio)
+        odds = np.clip(certainty.astype(np.float64), 1e-7, 1 - 1e-7)
+        logit = np.log(odds / (1 - odds)) + self.right[PIXEL] * change
+        sigma = sigma * np.exp(self.error[PIXEL] * change)
+        return (1 / (1 + np.exp(-logit))).astype(np.float32), sigma.astype(np.float32)
 
     @staticmethod
     def fit(terms: np.ndarray, errors: np.ndarray, rounds: int = 30, ridge: float = 1e-3) -> Regression:

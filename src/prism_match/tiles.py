@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import cv2
 import numpy as np
 
+from prism_match.certainty import Regression
 from prism_match.errors import UserError
 from prism_match.geometry import resize_matrix, warp_points
 from prism_match.images import SMALLEST, Image, ImageLike
@@ -154,7 +155,8 @@ def coarse_pass(plain: PairMatcher, first: Windows, second: Windows, details: bo
     features = plain.extract_prepared([plain.prepare(image, keep=True) for image in wholes])
     matches = plain.match_extracted([(features[0], features[1])], details=details)[0]
     views = [View(image.box, f) for image, f in zip((first, second), features, strict=True)]
-    found = Pass(resized(matches, first.size, second.size), views[0].scale, views[1].scale)
+    regression = None if plain.calibration is None else plain.calibration.matches
+    found = Pass(resized(matches, first.size, second.size, regression), views[0].scale, views[1].scale)
     if not found.is_weak():
         return found
     return ScaleSearch((first, second), wholes, views, found).best_of(plain)
@@ -241,8 +243,14 @@ def whole(image: Windows, longest: float) -> Image:
     return image.part(image.box, min(1.0, longest / max(image.size)))
 
 
-def resized(matches: Matches, size0: tuple[int, int], size1: tuple[int, int]) -> Matches:
-    """The same matches of the same images at other sizes (width, height)."""
+def resized(
+    matches: Matches,
+    size0: tuple[int, int],
+    size1: tuple[int, int],
+    regression: Regression | None = None,
+) -> Matches:
+    """The same matches of the same images at other sizes (width, height). regression: what their certainties
+    come from; None: they have none at another size."""
     points0, points1 = (
         warp_points(points, resize_matrix(new[0] / old[0], new[1] / old[1]))
         for points, old, new in (
@@ -252,9 +260,19 @@ def resized(matches: Matches, size0: tuple[int, int], size1: tuple[int, int]) ->
     )
     same = matches.size0 == size0, matches.size1 == size1
     images = matches.images[0] if same[0] else None, matches.images[1] if same[1] else None
-    if not same[1]:  # neither of them is about pixels of another size
-        matches = replace(matches, certainty=None, sigma=None)
+    if not same[1]:
+        certainty, sigma = enlarged(matches, regression, max(size1) / max(matches.size1))
+        matches = replace(matches, certainty=certainty, sigma=sigma)
     return replace(matches, keypoints0=points0, keypoints1=points1, size0=size0, size1=size1, images=images)
+
+
+def enlarged(
+    matches: Matches, regression: Regression | None, ratio: float
+) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    """Their certainty and sigma in an image 1 that is so many times as large; None if they are not known."""
+    if regression is None or matches.certainty is None or matches.sigma is None:
+        return None, None
+    return regression.enlarged(matches.certainty, matches.sigma, ratio)
 
 
 def for_pictures(matches: Matches, image0: ImageLike, image1: ImageLike, longest: int = 2048) -> Matches:
@@ -408,7 +426,8 @@ def is_the_same(tiles: list[Tile], found: Pass) -> bool:
 
 def match_tiles(matcher: PairMatcher, first: Windows, second: Windows, tiles: list[Tile], last: Pass) -> Pass:
     """All of them, one after the other, as one result."""
-    rows: list[np.ndarray] = []  # n 6: x0, y0, x1, y1, score, number of the tile
+    regression = None if matcher.calibration is None else matcher.calibration.matches
+    rows: list[np.ndarray] = []  # n 8: x0, y0, x1, y1, score, number of the tile, certainty, sigma
     for number, tile in enumerate(tiles):
         parts = [first.part(tile.box0, tile.scale0), second.part(tile.box1, tile.scale1)]
         if any(part.opaque is not None and not part.opaque.any() for part in parts):
@@ -422,19 +441,23 @@ def match_tiles(matcher: PairMatcher, first: Windows, second: Windows, tiles: li
         low, high = np.array(tile.core[:2]) - 0.5, np.array(tile.core[2:]) - 0.5
         own = np.all((points0 >= low) & (points0 < high), axis=1)
         columns = [points0, points1, found.scores[:, None], np.full((len(found), 1), number)]
+        for sign in enlarged(found, regression, max(tile.box1.width, tile.box1.height) / max(found.size1)):
+            columns.append(np.full((len(found), 1), np.nan) if sign is None else sign[:, None])
         rows.append(np.concatenate(columns, axis=1)[own])
-    merged = np.concatenate([np.zeros((0, 6)), *rows])
+    merged = np.concatenate([np.zeros((0, 8)), *rows])
     scale0, scale1 = (float(np.median([getattr(t, name) for t in tiles])) for name in ("scale0", "scale1"))
     for start, scale in ((0, scale0), (2, scale1)):
         points = merged[:, start : start + 2]
         merged = merged[without_doubles(points, merged[:, 4], merged[:, 5], CELL / scale)]
     merged = merged[np.argsort(-merged[:, 4], kind="stable")].astype(np.float32)
     matches = put_together(last.matches, merged[:, :2], merged[:, 2:4], merged[:, 4])
+    if not np.isnan(merged[:, 6:]).any():
+        matches = replace(matches, certainty=merged[:, 6], sigma=merged[:, 7])
     return Pass(matches, scale0, scale1)
 
 
 def put_together(like: Matches, points0: Points, points1: Points, scores: np.ndarray) -> Matches:
-    """Others of the same images. How sure they are is not known: that is about pixels of the tiles."""
+    """Others of the same images, of which it is not known how sure they are."""
     return replace(like, keypoints0=points0, keypoints1=points1, scores=scores, certainty=None, sigma=None)
 
 
