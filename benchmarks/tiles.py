@@ -24,6 +24,7 @@ import torch
 import typer
 
 from prism_match import Matcher, Matches
+from prism_match.certainty import calibration_error
 from prism_match.geometry import skew, warp_points
 from prism_match.images import load_image
 
@@ -109,6 +110,12 @@ def compare(
                 if right.any()
                 else None,
                 "within 1 px": int((error < 1).sum()),
+                "mean certainty": None
+                if found.certainty is None
+                else round(float(found.certainty.mean()), 3),
+                "calibration error": None
+                if found.certainty is None
+                else round(calibration_error(found.certainty, right), 3),
                 "seconds": round(seconds, 1),
             }
         )
