@@ -62,7 +62,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: Exception | str) -> str:
     """What an error says, without what names in files may hold: line breaks, and orders to a terminal."""
     return "".join(c if c.isprintable() else "?" for c in str(error))
 
