@@ -147,8 +147,8 @@ class FastPRISM:
     def transform(
         self, layout: Layout, a: Features, b: Features, masks: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, list[LayerState]]:
-        """The L MPMs. masks: M_0, b h w each. The table, M_L, the NMI before the sigmoid and which cells are
-        away from the border, each n; how many patches are kept up to the end of each image; and all states."""
+        """The L MPMs. masks: M_0, b h w each. The table; M_L, the NMI before the sigmoid and which cells are
+        away from the border, each n; how many patches are kept up to the end of each image; all states."""
         begin = partial(self.begin, layout)
         table, keep, inner, coarsest, ends, *centres = self.recorder(
             ("begin", layout.shapes), begin, a.coarse, b.coarse, a.valid, b.valid, *masks

@@ -1,5 +1,5 @@
-"""`Matcher(backend="onnx")`: the backbone and the MPMs, which are nearly all of the work, run by onnxruntime on
-a CPU; everything else is `FastPRISM`'s. Their graphs are traced once and kept in the user's cache."""
+"""`Matcher(backend="onnx")`: the backbone and the MPMs, which are nearly all of the work, run by onnxruntime
+on a CPU; everything else is `FastPRISM`'s. Their graphs are traced once and kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from prism_match import __version__
 from prism_match.errors import UserError
 from prism_match.export.onnx.graphs import MPMs
-from prism_match.export.onnx.write import INSTALL, Graph, example, traced
+from prism_match.export.onnx.write import Graph, example, traced
 from prism_match.files import atomic_path, short_hash
-from prism_match.model.fast import FastPRISM, FastRefinement, fused, is_supported
+from prism_match.model.fast import FastPRISM, fused, is_supported
 from prism_match.model.matching import away_from_border
 from prism_match.model.mpm import LayerState
 from prism_match.model.packing import Layout, spared
 from prism_match.model.prism import PRISM, Features
+from prism_match.runtime import INSTALL, open_session
 from prism_match.weights import WeightsInfo
 from prism_match.weights.store import write_tensors
 
@@ -65,7 +66,7 @@ class OnnxPRISM(FastPRISM):
         super().__init__(model, torch.float32)
         self.mpms, self.prunes = [], [mpm.pruning is not None for mpm in model.mpms]
         graphs = load_graphs(model, info)
-        seeing, self.transforming = (open_session(graphs[part]) for part in PARTS)
+        seeing, self.transforming = (open_session(graphs[part], f"the model's {part}") for part in PARTS)
         self.backbone = SessionBackbone(seeing)  # type: ignore[assignment]
 
     def transform(
@@ -105,24 +106,6 @@ def run(session: Any, *inputs: Tensor) -> list[Tensor]:
     names = [x.name for x in session.get_inputs()]
     arrays = {name: x.contiguous().numpy() for name, x in zip(names, inputs, strict=True)}
     return [torch.from_numpy(x) for x in session.run(None, arrays)]
-
-
-def open_session(graph: bytes) -> Any:
-    """With as many threads as PyTorch has."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    # Its threads do not keep the CPU busy while they wait, for PyTorch's have work then.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.enable_cpu_mem_arena = False  # which keeps all that the largest photos ever took
-    try:
-        return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # it has no common type for what it cannot do
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"onnxruntime {onnxruntime.__version__} cannot run the model ({reason}); use backend=\"torch\""
-        ) from error
 
 
 # ---- the graphs
@@ -204,7 +187,9 @@ class Kept:
 
     def write(self, graphs: dict[str, bytes]) -> None:
         """If it can be: without, the graphs are made anew the next time."""
-        tensors = {part: torch.frombuffer(bytearray(graph), dtype=torch.uint8) for part, graph in graphs.items()}
+        tensors = {
+            part: torch.frombuffer(bytearray(graph), dtype=torch.uint8) for part, graph in graphs.items()
+        }
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_path(self.path) as temporary:

@@ -152,8 +152,8 @@ class MPMs(nn.Module):
         self, coarse0: Tensor, coarse1: Tensor, valid0: Tensor, valid1: Tensor, keep0: Tensor, keep1: Tensor
     ) -> tuple[Tensor, ...]:
         """coarse: h w c, padded to multiples of 32 pixels; valid: h w, bool, False where that is padding;
-        keep: h w, M_0. Of either image F_L (n c), M_1 to M_L (l n), and the NMI before the sigmoid of each MPM
-        that prunes, if any does (k n)."""
+        keep: h w, M_0. Of either image F_L (n c), M_1 to M_L (l n), and of the MPMs that prune, if any does,
+        the NMI before the sigmoid (k n)."""
         levels, border = self.config.levels, self.config.border
         table0, map0 = Map.of(coarse0, levels, border, valid=valid0)
         table1, map1 = Map.of(coarse1, levels, border, valid=valid1)
@@ -337,10 +337,11 @@ class OnnxSADPA(nn.Module):
             value = self.split(conv(seen)) * keys.some.to(self.dtype)  # no key at all gives zeros
             key = self.turn(value, centres)
             if self.fused:
-                message = FusedAttention.apply(*(x.flatten(1)[None] for x in (query, key, value)), self.heads)[0]
+                flat = (x.flatten(1)[None] for x in (query, key, value))
+                message = FusedAttention.apply(*flat, self.heads)[0]
             else:
-                split = (x.transpose(0, 1) for x in (query, key, value))  # h k d
-                message = attention(*split, keys.mask).transpose(0, 1).flatten(1)
+                q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+                message = attention(q, k, v, keys.mask).transpose(0, 1).flatten(1)
             messages.append(message)
         updated = tokens + self.ffn(torch.cat([tokens, *messages], dim=-1))
         return source.queries.put(table, updated)
@@ -366,8 +367,8 @@ class FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(_: Any, query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:
-        split = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (query, key, value))
-        return attention(*split).transpose(1, 2).flatten(2)
+        q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (query, key, value))
+        return attention(q, k, v).transpose(1, 2).flatten(2)
 
     @staticmethod
     def symbolic(graph: Any, query: Any, key: Any, value: Any, heads: int) -> Any:

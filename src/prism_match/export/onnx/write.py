@@ -21,6 +21,7 @@ from prism_match.images import SMALLEST, load_image, resize
 from prism_match.matcher import DTYPES
 from prism_match.model.fast import is_supported
 from prism_match.model.prism import CELL, PRISM, STRIDE
+from prism_match.runtime import INSTALL
 from prism_match.weights import SUBPIXEL_SHA256, WeightsInfo, build_model, load_subpixel, weights_info
 
 OPSET = 17
@@ -28,7 +29,6 @@ STATIC_MATCHES = 2048  # rows of a file of fixed size, the surest first
 LARGEST_STATIC = 4096  # pixels a side
 ASSETS = Path(__file__).parents[2] / "assets"
 MATCHES = ("keypoints0", "keypoints1", "scores")
-INSTALL = 'pip install "prism-match[onnx]"'
 
 
 @dataclass(frozen=True)
