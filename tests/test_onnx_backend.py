@@ -130,7 +130,7 @@ def test_tiles_and_points(cache: Path) -> None:
     assert abs(len(found) - len(expected)) <= 0.02 * len(expected)
     points = np.array([[200.0, 150.0], [260.0, 120.0]])
     located, known = (m.locate(*pair, points) for m in matchers)
-    np.testing.assert_allclose(located.points, known.points, atol=0.2)
+    np.testing.assert_allclose(located.points1, known.points1, atol=0.2)
 
 
 def test_nothing_to_match_is_no_error(by_onnx: Matcher) -> None:
