@@ -156,6 +156,18 @@ def test_ablations_that_have_a_form(changes: dict[str, Any], cache: Path) -> Non
     assert found.details.nmi0 is None and len(found) > 0
 
 
+def test_a_lack_of_memory_is_one() -> None:
+    class Full:
+        def get_inputs(self) -> list[Any]:
+            return []
+
+        def run(self, *_: Any) -> None:
+            raise Exception("Status Message: std::bad_alloc")
+
+    with pytest.raises(MemoryError, match="not enough memory"):
+        backend.run(Full())
+
+
 # ---- who takes it
 
 

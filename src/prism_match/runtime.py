@@ -31,6 +31,7 @@ def open_session(model: bytes | str, name: str) -> Any:
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     # It would keep what the largest images took: half as much memory again, for two per cent of the time.
     options.enable_cpu_mem_arena = False
+    options.log_severity_level = 4  # what goes wrong is raised, too
     try:
         return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # it has no common type for what may be wrong

@@ -105,7 +105,12 @@ class SessionBackbone:
 def run(session: Any, *inputs: Tensor) -> list[Tensor]:
     names = [x.name for x in session.get_inputs()]
     arrays = {name: x.contiguous().numpy() for name, x in zip(names, inputs, strict=True)}
-    return [torch.from_numpy(x) for x in session.run(None, arrays)]
+    try:
+        return [torch.from_numpy(x) for x in session.run(None, arrays)]
+    except Exception as error:  # it has no type of its own for this
+        if "alloc" in str(error):
+            raise MemoryError("onnxruntime: not enough memory for images of this size") from error
+        raise
 
 
 # ---- the graphs
