@@ -3,6 +3,7 @@
 python benchmarks/runtimes.py prism.onnx --half prism-fp16.onnx --data DATA      # the same matches?
 python benchmarks/runtimes.py prism.onnx --times 640x480,832x624                 # how long
 python benchmarks/runtimes.py --times 640x480,832x624                            # how long, of backend="onnx"
+python benchmarks/runtimes.py --data DATA                                        # its matches
 
 The files are those of `prism export onnx`. DATA has Oxford's homographies in `oxford`. Times are of the model
 alone, one run of each in turn on the bundled pair; on a machine that others use too, the CPU's own seconds
@@ -56,7 +57,6 @@ def main() -> None:
     if args.times:
         print(times(matcher, other_way(args), args.times.split(","), args.repeats))
         return
-    model = open_session(args.model, args.threads)
     pairs = {
         "demo": (ASSETS / "astronaut0.jpg", ASSETS / "astronaut1.jpg", ASSETS / "astronaut_homography.txt")
     }
@@ -65,6 +65,13 @@ def main() -> None:
         folder = args.data / "oxford" / folder
         pairs[name] = folder / "1.jpg", folder / f"{n}.jpg", folder / f"H_1_{n}"
     pairs = {name: pairs[name] for name in args.pairs.split(",") if name in pairs}
+    if args.model is None:
+        own = Matcher(
+            device="cpu", precision="fp32", backend="onnx", size=args.size, rotate="never", polish=False
+        )
+        print(same(matcher, {"backend": own}, pairs))
+        return
+    model = open_session(args.model, args.threads)
     others = {"fp32": model} | ({"fp16": open_session(args.half, args.threads)} if args.half else {})
     polish = open_session(args.model.with_name(f"{args.model.stem}-polish.onnx"), args.threads)
     print(same(matcher, others, pairs))
@@ -103,7 +110,11 @@ def same(matcher: Matcher, others: dict, pairs: dict) -> Table:
         cells = {k: (p, s) for k, p, s in rows0}
         photos = [load_image(p).gray for p in (path0, path1)]
         for precision, model in others.items():
-            at0, at1, scores = match_by_onnx(model, None, photos, matcher.size)
+            if isinstance(model, Matcher):
+                found = model.match(path0, path1)
+                at0, at1, scores = found.keypoints0, found.keypoints1, found.scores
+            else:
+                at0, at1, scores = match_by_onnx(model, None, photos, matcher.size)
             both = [
                 (np.linalg.norm(p - cells[k][0]), abs(s - cells[k][1]))
                 for k, p, s in zip(keys(at0), at1, scores, strict=True)
