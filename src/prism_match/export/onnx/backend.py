@@ -199,7 +199,7 @@ class Kept:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_path(self.path) as temporary:
                 write_tensors(temporary, tensors, {"key": self.key, "sha256": digest(graphs)})
-            there = self.path.parent.glob("*.safetensors")
+            there = self.path.parent.glob("[!.]*.safetensors")  # not what others are writing
             for old in sorted(there, key=lambda p: p.stat().st_mtime)[:-KEPT]:
                 old.unlink(missing_ok=True)
         except (OSError, UserError) as error:
