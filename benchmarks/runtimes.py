@@ -2,6 +2,8 @@
 
 python benchmarks/runtimes.py prism.onnx --half prism-fp16.onnx --data DATA      # the same matches?
 python benchmarks/runtimes.py prism.onnx --times 640x480,832x624                 # how long
+python benchmarks/runtimes.py --times 640x480,832x624                            # how long, of backend="onnx"
+python benchmarks/runtimes.py --data DATA                                        # its matches
 
 The files are those of `prism export onnx`. DATA has Oxford's homographies in `oxford`. Times are of the model
 alone, one run of each in turn on the bundled pair; on a machine that others use too, the CPU's own seconds
@@ -13,10 +15,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import onnxruntime
 import torch
 
 from prism_match import Matcher
@@ -25,7 +28,9 @@ from prism_match.evaluation.speed import fit, load_pair
 from prism_match.files import read_words
 from prism_match.geometry import warp_points
 from prism_match.images import load_image
+from prism_match.runtime import import_onnxruntime
 
+onnxruntime = import_onnxruntime()
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 from onnx_only import match as match_by_onnx  # noqa: E402
@@ -38,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--half", type=Path)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--pairs", default="demo," + ",".join(PAIRS))
@@ -49,9 +54,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     matcher = Matcher(device="cpu", precision="fp32", size=args.size, rotate="never", polish=False)
-    model = open_session(args.model, args.threads)
     if args.times:
-        print(times(matcher, model, args.times.split(","), args.repeats))
+        print(times(matcher, other_way(args), args.times.split(","), args.repeats))
         return
     pairs = {
         "demo": (ASSETS / "astronaut0.jpg", ASSETS / "astronaut1.jpg", ASSETS / "astronaut_homography.txt")
@@ -61,17 +65,40 @@ def main() -> None:
         folder = args.data / "oxford" / folder
         pairs[name] = folder / "1.jpg", folder / f"{n}.jpg", folder / f"H_1_{n}"
     pairs = {name: pairs[name] for name in args.pairs.split(",") if name in pairs}
+    if args.model is None:
+        own = Matcher(
+            device="cpu", precision="fp32", backend="onnx", size=args.size, rotate="never", polish=False
+        )
+        print(same(matcher, {"backend": own}, pairs))
+        return
+    model = open_session(args.model, args.threads)
     others = {"fp32": model} | ({"fp16": open_session(args.half, args.threads)} if args.half else {})
     polish = open_session(args.model.with_name(f"{args.model.stem}-polish.onnx"), args.threads)
     print(same(matcher, others, pairs))
     print(errors(matcher, model, polish, pairs))
 
 
-def open_session(path: Path, threads: int) -> onnxruntime.InferenceSession:
+def open_session(path: Path, threads: int) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # it would count as work
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def other_way(args: argparse.Namespace) -> Callable[[list[np.ndarray]], Any]:
+    """Two images (1 1 h w) by onnxruntime: by the file, or as `Matcher` has it run the model."""
+    if args.model is None:
+        other = Matcher(device="cpu", precision="fp32", backend="onnx").model
+        return lambda images: by_model(other, images)
+    session, threshold = open_session(args.model, args.threads), np.array(0.2, np.float32)
+    return lambda images: session.run(
+        None, {"image0": images[0], "image1": images[1], "threshold": threshold}
+    )
+
+
+@torch.inference_mode()
+def by_model(model: Any, images: list[np.ndarray]) -> None:
+    model.match(*(model.extract(torch.from_numpy(x)) for x in images))
 
 
 def same(matcher: Matcher, others: dict, pairs: dict) -> Table:
@@ -83,7 +110,11 @@ def same(matcher: Matcher, others: dict, pairs: dict) -> Table:
         cells = {k: (p, s) for k, p, s in rows0}
         photos = [load_image(p).gray for p in (path0, path1)]
         for precision, model in others.items():
-            at0, at1, scores = match_by_onnx(model, None, photos, matcher.size)
+            if isinstance(model, Matcher):
+                found = model.match(path0, path1)
+                at0, at1, scores = found.keypoints0, found.keypoints1, found.scores
+            else:
+                at0, at1, scores = match_by_onnx(model, None, photos, matcher.size)
             both = [
                 (np.linalg.norm(p - cells[k][0]), abs(s - cells[k][1]))
                 for k, p, s in zip(keys(at0), at1, scores, strict=True)
@@ -142,22 +173,18 @@ def keys(points: np.ndarray) -> list[tuple[float, ...]]:
     return [tuple(p) for p in np.round(points.astype(np.float64), 1).tolist()]
 
 
-def times(matcher: Matcher, model: onnxruntime.InferenceSession, sizes: list[str], repeats: int) -> Table:
+def times(
+    matcher: Matcher, other: Callable[[list[np.ndarray]], Any], sizes: list[str], repeats: int
+) -> Table:
     rows = []
     for size in sizes:
         images = [fit(x, int(size.split("x")[0]), True) for x in load_pair(None)]
         arrays = [(x.astype(np.float32) / 255)[None, None] for x in images]
-        tensors = [torch.from_numpy(x) for x in arrays]
-        given = {"image0": arrays[0], "image1": arrays[1], "threshold": np.array(0.2, np.float32)}
         taken = np.zeros((repeats + 1, 2, 2))  # turns, PyTorch and onnxruntime, seconds and the CPU's seconds
         for turn in taken:
             for n in range(2):
                 start = time.perf_counter(), time.process_time()
-                if n == 0:
-                    with torch.inference_mode():
-                        matcher.model.match(*(matcher.model.extract(x) for x in tensors))
-                else:
-                    model.run(None, given)
+                by_model(matcher.model, arrays) if n == 0 else other(arrays)
                 turn[n] = time.perf_counter() - start[0], time.process_time() - start[1]
         taken = taken[1:]
         ratios = taken[:, 1] / taken[:, 0]

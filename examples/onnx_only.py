@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from pathlib import Path
 
 import cv2
 import numpy as np
-import onnxruntime
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # or it tells Microsoft of each session
+import onnxruntime  # noqa: E402
 
 MOST_ZOOM = 4.0  # times the size that is matched: larger photos are polished at no more
 CLOSE = 1.5  # times the size that is matched: what polishing may begin at

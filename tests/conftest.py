@@ -15,6 +15,7 @@ from prism_match.model.prism import PRISM
 # machine many times as long.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # for tests that import onnxruntime themselves
 
 SHARED = Path(__file__).parents[2] / "shared"
 ASSETS = Path(__file__).parents[1] / "src" / "prism_match" / "assets"

@@ -35,6 +35,7 @@ class SyntheticMatcher:
     polish: bool = False
     tiles: str | None = None
     tile_memory: float | None = None
+    backend: str = "torch"
     loose: float = 0.0  # share of the matches that are a pixel off
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     info: WeightsInfo = field(default_factory=lambda: WeightsInfo(None, "synthetic", ModelConfig(), {}))

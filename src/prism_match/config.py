@@ -14,6 +14,7 @@ Settings = TypeVar("Settings")
 
 # Choices that Python and the command line share.
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Runtime = Literal["torch", "onnx", "auto"]  # of the model
 Rotate = Literal["auto", "always", "never"]
 Tiles = Literal["auto"]
 Backend = Literal["opencv", "usac", "poselib"]  # of two views' geometry

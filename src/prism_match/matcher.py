@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from prism_match import locating
 from prism_match.certainty import Calibration, Signs, shipped
-from prism_match.config import ModelConfig, Precision, Rotate, Tiles
+from prism_match.config import ModelConfig, Precision, Rotate, Runtime, Tiles
 from prism_match.corners import corners, to_corners
 from prism_match.errors import UserError
 from prism_match.images import Image, ImageLike, load_image, load_mask, resize
 from prism_match.locating import Located
 from prism_match.matches import Details, Matches
-from prism_match.model.fast import arranged
+from prism_match.model.fast import AutocastPRISM, FastPRISM, arranged
 from prism_match.model.prism import CELL, STRIDE, Features, PairMatches
 from prism_match.model.recorder import Recorder, round_count
 from prism_match.polish import FEWEST, neighbourhoods
@@ -62,6 +62,7 @@ class PairMatcher:
         *,
         device: str | torch.device = "auto",
         precision: Precision = "auto",
+        backend: Runtime = "torch",
         size: int = DEFAULT_SIZE,
         threshold: float | None = None,
         max_matches: int | None = None,
@@ -75,6 +76,9 @@ class PairMatcher:
         """weights: a .safetensors file, or `hf:OWNER/REPO[@REVISION][:FILE]` for one on the Hugging Face Hub;
         None: those that ship in the package.
         precision: "auto" is bf16 on a GPU that has it and fp32 elsewhere.
+        backend: what runs the model; "onnx": on a CPU in fp32 onnxruntime, which is faster there, of graphs
+        that are made once and kept (docs/onnx.md); "auto": that wherever it can, and PyTorch elsewhere. Its
+        matches are PyTorch's but for ties and rounding.
         size: images are shrunk to this longer side before they are matched; never enlarged.
         threshold: the least confidence of a match; None: the model's own theta_c.
         max_matches: only so many of the most confident ones.
@@ -100,10 +104,20 @@ class PairMatcher:
         self.info = weights_info(weights, config)
         self.calibration = find_calibration(calibration, self.info)
         self.recorder = Recorder()
-        self.model = arranged(build_model(self.info).to(self.device), self.dtype, self.recorder)
+        self.backend = find_backend(backend, self.info, self.device, self.dtype)
+        self.model = self._arranged()
         self.subpixel = load_subpixel().to(self.device)
         if self.device.type == "cuda":
             self.subpixel.on_gpu()
+
+    def _arranged(self) -> FastPRISM | AutocastPRISM:
+        """The model as it is run."""
+        model = build_model(self.info)
+        if self.backend == "onnx":
+            from prism_match.export.onnx.backend import OnnxPRISM
+
+            return OnnxPRISM(model, self.info)
+        return arranged(model.to(self.device), self.dtype, self.recorder)
 
     def match(
         self,
@@ -155,7 +169,9 @@ class PairMatcher:
             raise UserError("the weights have changed since they were loaded")
         other = copy.copy(self)
         other.dtype, other.recorder = dtype, Recorder()  # what is recorded has a precision
-        other.model = arranged(build_model(info).to(self.device), dtype, other.recorder)
+        if dtype != torch.float32:
+            other.backend = "torch"
+        other.model = other._arranged()
         return other
 
     @property
@@ -623,6 +639,23 @@ def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     if device.type == "cpu" and not has_instructions(precision):
         log.warning("this CPU has no instructions for %s: fp32 is several times as fast here", precision)
     return DTYPES[precision]
+
+
+def find_backend(
+    name: Runtime, info: WeightsInfo, device: torch.device, dtype: torch.dtype
+) -> Literal["torch", "onnx"]:
+    """ "auto": onnxruntime wherever it can run the model, whether its graphs are there already or not, so
+    that a machine always takes the same."""
+    if name not in get_args(Runtime):
+        raise UserError(f"backend must be one of {', '.join(get_args(Runtime))}, not {name!r}")
+    if name == "torch":
+        return name
+    from prism_match.export.onnx.backend import why_not
+
+    reason = why_not(info, device, dtype)
+    if reason is not None and name == "onnx":
+        raise UserError(f"backend onnx {reason}")
+    return "torch" if reason is not None else "onnx"
 
 
 def has_instructions(precision: Precision) -> bool:

@@ -38,6 +38,12 @@ def bench(
     onnx: Annotated[
         Optional[Path], typer.Option(help="Also time this file of `prism export onnx`, beside fp32 on a CPU.")
     ] = None,
+    onnx_backend: Annotated[
+        bool,
+        typer.Option(
+            "--onnx-backend", help="Also time the matcher with --backend onnx, beside fp32 on a CPU."
+        ),
+    ] = False,
     weights: WeightsOption = None,
     model_config: ConfigOption = None,
     json_file: Annotated[Optional[Path], typer.Option("--json", help="Write all numbers here.")] = None,
@@ -52,6 +58,7 @@ def bench(
       prism bench
       prism bench a.jpg b.jpg --sizes 832,1152 --precisions fp32,bf16 --json speed.json
       prism bench --onnx prism.onnx --sizes 640 --no-peers
+      prism bench --onnx-backend --sizes 640 --no-peers
       prism bench --range --no-peers --plot speed.png
     """
     from prism_match.evaluation.report import Report
@@ -75,7 +82,7 @@ def bench(
         sizes=parse_sizes(sizes) if sizes is not None else RANGE if whole_range else SIZES,
         precisions=parse_precisions(precisions),
         device=device, peers=peers, repeats=repeats or 0, batch=batch or 0, whole_range=whole_range,
-        onnx=onnx, weights=weights, config=parse_config(model_config),
+        onnx=onnx, onnx_backend=onnx_backend, weights=weights, config=parse_config(model_config),
     )  # fmt: skip
 
     def keep(so_far: Report) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Optional
 import typer
 
 from prism_match.cli.options import (
+    BackendOption,
     ConfigOption,
     DeviceOption,
     JsonOption,
@@ -61,6 +62,7 @@ def match(
     ] = None,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
+    backend: BackendOption = "torch",
     weights: WeightsOption = None,
     model_config: ConfigOption = None,
     as_json: JsonOption = False,
@@ -96,7 +98,7 @@ def match(
         region0 = None if mask0 is None else load_mask(mask0, photo0)
         region1 = None if mask1 is None else load_mask(mask1, photo1)
     matcher = make_matcher(
-        weights, model_config, device, precision, size, threshold, rotate, polish,
+        weights, model_config, device, precision, size, threshold, rotate, polish, backend,
         "auto" if tiles else None, memory,
     )  # fmt: skip
     folder = writable_folder(out)

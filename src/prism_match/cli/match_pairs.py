@@ -11,6 +11,7 @@ import typer
 
 from prism_match.cli.options import (
     AddressOption,
+    BackendOption,
     ConfigOption,
     DeviceOption,
     EngineOption,
@@ -45,6 +46,7 @@ def match_pairs_command(
     threshold: ThresholdOption = None,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
+    backend: BackendOption = "torch",
     batch: Annotated[Optional[int], typer.Option(help="Pairs matched at a time [GPU 8, CPU 1].")] = None,
     threads: Annotated[
         Optional[int],
@@ -103,7 +105,7 @@ def match_pairs_command(
         settings = prism_settings(info, threshold, None, rotate, polish)
         matcher = MatcherSettings(
             weights, None if config is None else config.to_dict(), device, precision, side, threshold,
-            rotate=rotate, polish=polish,
+            rotate=rotate, polish=polish, backend=backend,
         ).to_json()  # fmt: skip
         if not info.trained:
             print("prism: the weights are untrained (random): the matches mean nothing yet", file=sys.stderr)

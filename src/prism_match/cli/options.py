@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import typer
 
-from prism_match.config import ModelConfig, Precision, Rotate, Tiles, load_model_config
+from prism_match.config import ModelConfig, Precision, Rotate, Runtime, Tiles, load_model_config
 from prism_match.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +19,10 @@ WEIGHTS_HELP = "A .safetensors file, or hf:OWNER/REPO[@REVISION][:FILE] [the shi
 
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, or mps (untested).")]
 PrecisionOption = Annotated[Precision, typer.Option(help="auto: bf16 on a GPU, fp32 elsewhere.")]
+BackendOption = Annotated[
+    Runtime,
+    typer.Option(help="PyTorch, or on a CPU onnxruntime (extra: onnx); auto: that, where it can."),
+]
 RotateOption = Annotated[
     Rotate,
     typer.Option(help="Try the second image turned by 90, 180, 270 degrees; auto: if it hardly matches."),
@@ -58,6 +62,7 @@ def make_matcher(
     threshold: float | None = None,
     rotate: Rotate = "auto",
     polish: bool = True,
+    backend: Runtime = "torch",
     tiles: Tiles | None = None,
     tile_memory: float | None = None,
 ) -> Matcher:
@@ -68,6 +73,7 @@ def make_matcher(
         weights,
         device=device,
         precision=precision,
+        backend=backend,
         size=DEFAULT_SIZE if size is None else size,
         threshold=threshold,
         rotate=rotate,

@@ -66,6 +66,7 @@ def summary(matches: Matches, estimate: Estimate, matcher: PairMatcher, seconds:
         "size": matcher.size,
         "device": str(matcher.device),
         "precision": str(matcher.dtype).removeprefix("torch."),
+        "backend": matcher.backend,
         "trained": matcher.info.trained,
     }
 
@@ -84,9 +85,10 @@ def report(result: dict[str, Any], as_json: bool) -> None:
         if f"kept_cells{n}" in result:
             kept = " ".join(f"{100 * x:5.1f}" for x in result[f"kept_cells{n}"])
             rows[f"kept cells, image {n}"] = f"{kept}  % after MPM 1 to {len(result[f'kept_cells{n}'])}"
-    rows["time"] = (
-        f"{result['seconds']:.2f} s ({result['device']}, {result['precision']}, {result['size']} px)"
-    )
+    how = [result["device"], result["precision"], f"{result['size']} px"]
+    if result["backend"] != "torch":
+        how.insert(2, result["backend"])
+    rows["time"] = f"{result['seconds']:.2f} s ({', '.join(how)})"
     rows["written"] = ", ".join(result["files"])
     print_table(rows)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Optional
 import typer
 
 from prism_match.cli.options import (
+    BackendOption,
     ConfigOption,
     DeviceOption,
     PolishOption,
@@ -45,6 +46,7 @@ def serve(
     polish: PolishOption = True,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
+    backend: BackendOption = "torch",
     weights: WeightsOption = None,
     model_config: ConfigOption = None,
 ) -> None:
@@ -67,7 +69,7 @@ def serve(
         host, port, token or None, places, batch, timeout, max_mib, max_megapixels, max_size,
         features_mib, features_seconds,
     )  # fmt: skip
-    matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate, polish)
+    matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate, polish, backend)
     serve(matcher, settings)
 
 
@@ -80,6 +82,7 @@ def page(
     polish: PolishOption = True,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
+    backend: BackendOption = "torch",
     weights: WeightsOption = None,
     model_config: ConfigOption = None,
 ) -> None:
@@ -96,5 +99,5 @@ def page(
 
     check_installed()
     settings = ServeSettings() if port is None else ServeSettings(port=port)
-    matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate, polish)
+    matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate, polish, backend)
     serve(matcher, settings, any_port=port is None, browser=browser)

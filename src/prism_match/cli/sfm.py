@@ -9,6 +9,7 @@ import typer
 
 from prism_match.cli.options import (
     AddressOption,
+    BackendOption,
     ConfigOption,
     DeviceOption,
     EngineOption,
@@ -78,6 +79,7 @@ def sfm(
     threshold: ThresholdOption = None,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
+    backend: BackendOption = "torch",
     batch: PairsAtOnceOption = None,
     weights: WeightsOption = None,
     rotate: RotateOption = "never",
@@ -140,7 +142,9 @@ def sfm(
         writable_folder(json_file.parent)
 
     def load_matcher() -> Any:
-        return make_matcher(weights, model_config, device, precision, size, threshold, rotate, polish)
+        return make_matcher(
+            weights, model_config, device, precision, size, threshold, rotate, polish, backend
+        )
 
     if images.is_file():
         if not matches_only:

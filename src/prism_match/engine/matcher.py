@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prism_match.config import ModelConfig, Precision, Rotate, Tiles
+from prism_match.config import ModelConfig, Precision, Rotate, Runtime, Tiles
 from prism_match.engine.methods import Prism
 from prism_match.engine.photos import Resize
 from prism_match.engine.run import Engine, Limits, PairLike
@@ -103,6 +103,7 @@ class MatcherSettings:
     polish: bool = True
     tiles: Tiles | None = None
     tile_memory: float | None = None
+    backend: Runtime = "torch"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -122,7 +123,7 @@ class MatcherSettings:
             precision=next(name for name, dtype in DTYPES.items() if dtype == matcher.dtype),
             size=matcher.size, threshold=matcher.threshold, max_matches=matcher.max_matches,
             rotate=matcher.rotate, polish=matcher.polish,
-            tiles=matcher.tiles, tile_memory=matcher.tile_memory,
+            tiles=matcher.tiles, tile_memory=matcher.tile_memory, backend=matcher.backend,
         )  # fmt: skip
 
     def open(self) -> Matcher:

@@ -83,6 +83,8 @@ class Prism:
         self.matcher, self.details = matcher, details
         self.name = "PRISM (ours)" if matcher.polish else "PRISM (ours), not polished"
         self.precision = str(matcher.dtype).removeprefix("torch.")
+        if matcher.backend != "torch":  # which rounds otherwise
+            self.precision += f" by {matcher.backend}"
         self.settings = prism_settings(
             matcher.info, matcher.threshold, matcher.max_matches, matcher.rotate, matcher.polish
         )

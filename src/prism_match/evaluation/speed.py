@@ -31,6 +31,7 @@ from prism_match.images import load_image, resize
 from prism_match.matcher import DTYPES, find_device
 from prism_match.model.prism import Features
 from prism_match.model.recorder import PATIENCE
+from prism_match.runtime import open_session
 from prism_match.stages import STAGES, Stopwatch
 
 SIZES = (640, 832, 1152, 1600)
@@ -54,6 +55,7 @@ class SpeedOptions:
     batch: int = 0  # pairs from files at a time; 0: 8 on a GPU, 2 on a CPU
     whole_range: bool = False  # only what is drawn over the number of pixels: the models alone
     onnx: Path | None = None  # a file of `prism export onnx`, timed beside fp32 on a CPU
+    onnx_backend: bool = False  # also `Matcher(backend="onnx")`, beside fp32 on a CPU
     weights: str | None = None
     config: ModelConfig | None = None
 
@@ -67,7 +69,7 @@ class SpeedOptions:
 class Row:
     method: str
     package: str
-    what: str  # "model", "onnx", "match", "files" or "set"
+    what: str  # "model", "onnx", "match", "files" or "set", and "... by onnx" of a `Matcher` that runs so
     width: int
     height: int
     precision: str
@@ -116,15 +118,26 @@ def measure(options: SpeedOptions, after_each: Callable[[Report], None] = lambda
                 options.weights, device=device, precision=precision, size=max(options.sizes),
                 rotate="never", config=options.config,
             )  # fmt: skip
+            on_cpu = device.type == "cpu" and matcher.dtype == torch.float32
+            by_onnx = None
+            if options.onnx_backend and on_cpu:
+                by_onnx = Matcher(
+                    options.weights, device=device, precision=precision, backend="onnx",
+                    size=max(options.sizes), rotate="never", config=options.config,
+                )  # fmt: skip
             peers, skipped = open_peers(device, matcher.dtype) if options.peers else ([], {})
             for size in options.sizes:
                 bar.set_postfix_str(f"{size} px, {precision_name(matcher)}")
                 images = [fit(photo, size, options.photos is None) for photo in photos]
                 contenders = [ours_alone(matcher, images), *theirs(matcher, peers, images)]
-                if exported and device.type == "cpu" and matcher.dtype == torch.float32:
+                if exported and on_cpu:
                     contenders.insert(1, exported_alone(exported, matcher, images))
+                if by_onnx is not None:
+                    contenders.insert(1, ours_alone(by_onnx, images))
                 if not options.whole_range:
                     contenders.insert(1, ours_whole(matcher, images))
+                    if by_onnx is not None:
+                        contenders.insert(2, ours_whole(by_onnx, images))
                 rows += race(contenders, matcher, images, options.repeats)
                 if not options.whole_range:
                     with tempfile.TemporaryDirectory() as folder:
@@ -209,25 +222,20 @@ def ours_alone(matcher: Matcher, images: Sequence[np.ndarray]) -> Contender:
             a, b = model.extract(image0), model.extract(image1)
         return model.match(a, b).confidence
 
-    return Contender(OURS, version(), "model", torch.inference_mode()(run), note_of(matcher))
+    return Contender(OURS, version(), named("model", matcher), torch.inference_mode()(run), note_of(matcher))
 
 
 def ours_whole(matcher: Matcher, images: Sequence[np.ndarray]) -> Contender:
-    return Contender(OURS, version(), "match", lambda: matcher.match(*images), note_of(matcher))
+    what = named("match", matcher)
+    return Contender(OURS, version(), what, lambda: matcher.match(*images), note_of(matcher))
+
+
+def named(what: str, matcher: Matcher) -> str:
+    return what if matcher.backend == "torch" else f"{what} by {matcher.backend}"
 
 
 def open_onnx(path: Path) -> Any:
-    """An onnxruntime session with as many threads as PyTorch has."""
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise UserError('onnxruntime is missing: pip install "prism-match[onnx]"') from error
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    try:
-        session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
-    except Exception as error:  # it has no common type for what may be wrong with a file
-        raise UserError(f"{path}: cannot be opened by onnxruntime ({first_line(error)})") from error
+    session = open_session(str(path), str(path))
     given = {x.name for x in session.get_inputs()}
     if given != {"image0", "image1", "threshold"} or "theta_c" not in metadata(session):
         raise UserError(f"{path}: not a file of `prism export onnx` that takes two images")

@@ -39,7 +39,7 @@ from prism_match.model.kernels import (
     rotate,
 )
 from prism_match.model.matching import away_from_border, mutual_partners
-from prism_match.model.mpm import MPM
+from prism_match.model.mpm import MPM, LayerState
 from prism_match.model.packing import Kept, Layout, Room, Shape, numbers_of, spared
 from prism_match.model.position import frame_scale
 from prism_match.model.prism import (
@@ -132,20 +132,10 @@ class FastPRISM:
     ) -> PairMatches:
         """As `PRISM.match`; only the features of the last layer are kept."""
         layout = self.layout(a, b)
-        layers = []
         with sdpa_kernel(ATTENTION_KERNELS):
             with stage("MPMs"):
                 masks = (a.looked_at(keep0), b.looked_at(keep1))
-                begin = partial(self.begin, layout)
-                table, keep, inner, coarsest, ends, *centres = self.recorder(
-                    ("begin", layout.shapes), begin, a.coarse, b.coarse, a.valid, b.valid, *masks
-                )
-                for n, mpm in enumerate(self.mpms):
-                    room = self.room(layout, ends, untouched=n == 0)
-                    table, keep, logit, ends = self.recorder(
-                        (n, layout.shapes, room), partial(mpm, layout, room), table, keep, coarsest, *centres
-                    )
-                    layers.append(layout.state(table, keep, logit))
+                table, keep, logit, inner, ends, layers = self.transform(layout, a, b, masks)
             with stage("matching"):
                 lengths = layout.lengths(ends.tolist())[-1]
                 cells, confidence, pair = self.coarse_matches(table, keep, logit, inner, lengths, theta_c)
@@ -153,6 +143,24 @@ class FastPRISM:
                 parts = [self.refined(a, b, table, layout, x) for x in cells.split(REFINED_AT_ONCE, dim=1)]
                 keypoints0, keypoints1, std = (torch.cat(x) for x in zip(*parts, strict=True))
         return PairMatches(pair, keypoints0, keypoints1, confidence, std, tuple(layers))
+
+    def transform(
+        self, layout: Layout, a: Features, b: Features, masks: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, list[LayerState]]:
+        """The L MPMs. masks: M_0, b h w each. The table; M_L, the NMI before the sigmoid and which cells are
+        away from the border, each n; how many patches are kept up to the end of each image; all states."""
+        begin = partial(self.begin, layout)
+        table, keep, inner, coarsest, ends, *centres = self.recorder(
+            ("begin", layout.shapes), begin, a.coarse, b.coarse, a.valid, b.valid, *masks
+        )
+        layers, logit = [], None
+        for n, mpm in enumerate(self.mpms):
+            room = self.room(layout, ends, untouched=n == 0)
+            table, keep, logit, ends = self.recorder(
+                (n, layout.shapes, room), partial(mpm, layout, room), table, keep, coarsest, *centres
+            )
+            layers.append(layout.state(table, keep, logit))
+        return table, keep, logit, inner, ends, layers
 
     def refined(
         self, a: Features, b: Features, table: Tensor, layout: Layout, cells: Tensor

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -139,6 +140,36 @@ class PairOfFeatures(nn.Module):
         return torch.where(there, i, map0.spare), torch.where(there, partner[i], map1.spare), scores
 
 
+class MPMs(nn.Module):
+    """The L MPMs alone, for `Matcher`, which does the rest itself; `attention` is onnxruntime's own."""
+
+    def __init__(self, model: PRISM):
+        super().__init__()
+        self.config = model.config
+        self.mpms = nn.ModuleList([OnnxMPM(mpm, torch.float32, fused=True) for mpm in model.mpms])  # type: ignore[arg-type]
+
+    def forward(
+        self, coarse0: Tensor, coarse1: Tensor, valid0: Tensor, valid1: Tensor, keep0: Tensor, keep1: Tensor
+    ) -> tuple[Tensor, ...]:
+        """coarse: h w c, padded to multiples of 32 pixels; valid: h w, bool, False where that is padding;
+        keep: h w, M_0. Of either image F_L (n c), M_1 to M_L (l n), and of the MPMs that prune, if any does,
+        the NMI before the sigmoid (k n)."""
+        levels, border = self.config.levels, self.config.border
+        table0, map0 = Map.of(coarse0, levels, border, valid=valid0)
+        table1, map1 = Map.of(coarse1, levels, border, valid=valid1)
+        keep0, keep1 = keep0.flatten(), keep1.flatten()
+        masks, estimates = [], []
+        for mpm in self.mpms:
+            table0, table1, keep0, keep1, nmi0, nmi1 = mpm(
+                table0, table1, map0.kept(keep0, True), map1.kept(keep1, True), keep0, keep1
+            )
+            masks.append((keep0, keep1))
+            if nmi0 is not None:
+                estimates.append((nmi0, nmi1))
+        told = [torch.stack(x) for some in (masks, estimates) for x in zip(*some, strict=True)]
+        return table0, table1, *told
+
+
 class Pair(nn.Module):
     """Two images -> matches: both halves in one."""
 
@@ -202,8 +233,15 @@ class Map:
     centres: list[Tensor]
 
     @staticmethod
-    def of(coarse: Tensor, levels: tuple[int, ...], border: int, fixed: bool) -> tuple[Tensor, Map]:
-        """coarse: h w c. Its table, n c, and the map. fixed: its size is numbers, not steps of the graph."""
+    def of(
+        coarse: Tensor,
+        levels: tuple[int, ...],
+        border: int,
+        fixed: bool = False,
+        valid: Tensor | None = None,
+    ) -> tuple[Tensor, Map]:
+        """coarse: h w c. Its table, n c, and the map. fixed: its size is numbers, not steps of the graph;
+        valid: h w, bool, what is no padding, where it is padded already."""
         rows, columns = (int(n) if fixed else n for n in coarse.shape[:2])
         # Rounded up without negative numbers, of which ONNX has another idea of division.
         height, width = ((n + PADDED - 1) // PADDED * PADDED for n in (rows, columns))
@@ -215,7 +253,8 @@ class Map:
         table = coarse.flatten(0, 1)
         device = coarse.device
         y, x = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)
-        valid = (y < rows) & (x < columns)
+        if valid is None:
+            valid = (y < rows) & (x < columns)
         scale = frame_scale(map_extent(valid[None]))
         patches, centres = [], []
         for r in levels:
@@ -244,11 +283,11 @@ class Map:
 
 
 class OnnxMPM(nn.Module):
-    def __init__(self, mpm: MPM, dtype: torch.dtype):
+    def __init__(self, mpm: MPM, dtype: torch.dtype, fused: bool = False):
         super().__init__()
         self.theta_p = mpm.theta_p
-        self.self_attention = OnnxSADPA(mpm.self_attention, dtype)  # type: ignore[arg-type]
-        self.cross_attention = OnnxSADPA(mpm.cross_attention, dtype)  # type: ignore[arg-type]
+        self.self_attention = OnnxSADPA(mpm.self_attention, dtype, fused)  # type: ignore[arg-type]
+        self.cross_attention = OnnxSADPA(mpm.cross_attention, dtype, fused)  # type: ignore[arg-type]
         self.pruning = None if mpm.pruning is None else copied(mpm.pruning, dtype)
 
     def forward(
@@ -278,9 +317,10 @@ class OnnxMPM(nn.Module):
 
 
 class OnnxSADPA(nn.Module):
-    def __init__(self, layer: SADPA, dtype: torch.dtype):
+    def __init__(self, layer: SADPA, dtype: torch.dtype, fused: bool = False):
+        """fused: attention is one step, which onnxruntime alone knows, and which holds no matrix whole."""
         super().__init__()
-        self.heads, self.dtype = layer.heads, dtype
+        self.heads, self.dtype, self.fused = layer.heads, dtype, fused
         self.query, self.ffn = copied(layer.query, dtype), copied(layer.ffn, dtype)
         self.convs = nn.ModuleList([copied(conv, dtype) for conv in layer.convs])
         self.b = None if layer.rotary is None else nn.Parameter(layer.rotary.b.detach().float())
@@ -295,17 +335,23 @@ class OnnxSADPA(nn.Module):
         ):
             seen = other[keys.take(patches)].flatten(1)
             value = self.split(conv(seen)) * keys.some.to(self.dtype)  # no key at all gives zeros
-            message = attention(query, self.turn(value, centres), value, keys.mask)
-            messages.append(message.transpose(0, 1).flatten(1))
+            key = self.turn(value, centres)
+            if self.fused:
+                flat = (x.flatten(1)[None] for x in (query, key, value))
+                message = FusedAttention.apply(*flat, self.heads)[0]
+            else:
+                q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+                message = attention(q, k, v, keys.mask).transpose(0, 1).flatten(1)
+            messages.append(message)
         updated = tokens + self.ffn(torch.cat([tokens, *messages], dim=-1))
         return source.queries.put(table, updated)
 
     def split(self, x: Tensor) -> Tensor:
-        """k (h d) -> h k d."""
-        return x.unflatten(-1, (self.heads, -1)).transpose(0, 1)
+        """k (h d) -> k h d."""
+        return x.unflatten(-1, (self.heads, -1))
 
     def turn(self, x: Tensor, centres: Tensor) -> Tensor:
-        return x if self.b is None else turn(x, self.b[:, None], centres[None, :, None])
+        return x if self.b is None else turn(x, self.b, centres[:, None, None])
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -314,6 +360,20 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = N
     if mask is not None:
         score = score + mask.to(score.dtype)
     return score.softmax(dim=-1) @ value
+
+
+class FusedAttention(torch.autograd.Function):
+    """The same of 1 n (h d), 1 m (h d) and 1 m (h d), in one step."""
+
+    @staticmethod
+    def forward(_: Any, query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:
+        q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (query, key, value))
+        return attention(q, k, v).transpose(1, 2).flatten(2)
+
+    @staticmethod
+    def symbolic(graph: Any, query: Any, key: Any, value: Any, heads: int) -> Any:
+        made = graph.op("com.microsoft::MultiHeadAttention", query, key, value, num_heads_i=heads)
+        return made.setType(query.type())
 
 
 class OnnxRefinement(nn.Module):

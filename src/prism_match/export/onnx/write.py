@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from prism_match.images import SMALLEST, load_image, resize
 from prism_match.matcher import DTYPES
 from prism_match.model.fast import is_supported
 from prism_match.model.prism import CELL, PRISM, STRIDE
+from prism_match.runtime import INSTALL
 from prism_match.weights import SUBPIXEL_SHA256, WeightsInfo, build_model, load_subpixel, weights_info
 
 OPSET = 17
@@ -28,7 +29,6 @@ STATIC_MATCHES = 2048  # rows of a file of fixed size, the surest first
 LARGEST_STATIC = 4096  # pixels a side
 ASSETS = Path(__file__).parents[2] / "assets"
 MATCHES = ("keypoints0", "keypoints1", "scores")
-INSTALL = 'pip install "prism-match[onnx]"'
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Graph:
     inputs: dict[str, Tensor]  # examples
     outputs: tuple[str, ...]
     axes: dict[str, dict[int, str]]  # of inputs and outputs, those of any size
+    domains: dict[str, int] = field(default_factory=dict)  # of steps that are not ONNX's own
 
 
 def export_onnx(
@@ -219,7 +220,7 @@ def traced(graph: Graph) -> Any:
         warnings.simplefilter("ignore")
         torch.onnx.export(
             graph.module, tuple(graph.inputs.values()), file, dynamo=False,  # type: ignore[arg-type]
-            opset_version=OPSET,
+            opset_version=OPSET, custom_opsets=graph.domains,
             input_names=list(graph.inputs), output_names=list(graph.outputs), dynamic_axes=graph.axes,
         )  # fmt: skip
     return onnx.load_from_string(file.getvalue())
