@@ -20,7 +20,7 @@ from prism_match.config import PRESETS, ModelConfig
 from prism_match.model import kernels
 from prism_match.model.fast import AutocastPRISM, FastPRISM, arranged, is_supported
 from prism_match.model.prism import PRISM, Features
-from prism_match.model.recorder import Recorder, Recording
+from prism_match.model.recorder import PATIENCE, Recorder, Recording
 
 TINY = PRESETS["tiny"].replace(theta_c=0.0)
 
@@ -238,6 +238,30 @@ def test_what_is_recorded_is_forgotten_beyond_a_limit(monkeypatch: pytest.Monkey
     assert list(recorder.recordings) == ["i"]
     recorder.clear()
     assert recorder.held == 0 and not recorder.recordings
+
+
+def test_what_recordings_share_is_bounded_and_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 8000))
+    recorder = Recorder(pool="shared")
+
+    def add(name: str, grown: int) -> None:
+        recorder.recordings[name] = Recording(graph=object())  # type: ignore[arg-type]
+        recorder.pooled += grown
+        recorder.trim()
+
+    add("a", 600)
+    add("b", 300)
+    assert list(recorder.recordings) == ["a", "b"] and recorder.pool == "shared"
+    add("c", 200)  # more than an eighth of the memory
+    assert not recorder.recordings and recorder.pool is None and recorder.pooled == 0
+    assert recorder.patience == 2 * PATIENCE
+    # With the last recording goes what it used: nobody may ask for it again.
+    monkeypatch.setattr("prism_match.model.recorder.MOST", 1)
+    recorder.pool = "another"
+    add("d", 100)
+    recorder.recordings["e"] = Recording()  # seen once
+    recorder.trim()
+    assert list(recorder.recordings) == ["e"] and recorder.pool is None and recorder.pooled == 0
 
 
 def test_threads_may_share_a_model() -> None:

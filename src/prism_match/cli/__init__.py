@@ -9,6 +9,7 @@ import typer
 
 from prism_match import __version__
 from prism_match.cli.align import align_command
+from prism_match.cli.average import average
 from prism_match.cli.bench import bench
 from prism_match.cli.calibrate import calibrate
 from prism_match.cli.convert import convert
@@ -45,6 +46,7 @@ app.command("eval")(evaluate)
 app.command()(bench)
 app.command()(train)
 app.command()(train_subpixel)
+app.command()(average)
 app.command()(calibrate)
 app.command()(sfm)
 app.command("localize")(localize_command)

@@ -50,7 +50,8 @@ class CosinePruning(nn.Module):
         """tokens: b n c; other: b m c; other_mask: b m or None. Returns logits, b n, float32."""
         if other.shape[1] == 0:
             return tokens.new_full(tokens.shape[:2], -20.0, dtype=torch.float32)
-        similarity = F.normalize(tokens.float(), dim=-1) @ F.normalize(other.float(), dim=-1).mT
+        with torch.autocast(tokens.device.type, enabled=False):
+            similarity = F.normalize(tokens.float(), dim=-1) @ F.normalize(other.float(), dim=-1).mT
         if other_mask is not None:
             similarity = similarity.masked_fill(~other_mask[:, None], -1.0)
         return torch.logit(similarity.amax(dim=-1), eps=1e-4)

@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 PATIENCE = 2  # calls before something is recorded: what is seen once or twice is not worth it
 MOST = 128  # recordings kept, those used last
 HELD = 2**29  # bytes of what they read and write; what they need in between, all of them share
+# Of a GPU's memory: what they may need in between. Work of many shapes does not fit into what work of others
+# has left, so that what is shared grows; then all begin anew, and wait longer before they are recorded again.
+SHARE = 1 / 8
 
 Work = Callable[..., tuple[Any, ...]]  # tensors in; tensors out, or None where there is nothing
 
@@ -42,6 +45,8 @@ class Recorder:
     recordings: OrderedDict[Hashable, Recording] = field(default_factory=OrderedDict)
     buffers: dict[tuple, Tensor] = field(default_factory=dict)
     pool: Any = None
+    pooled: int = 0  # bytes that it has grown to
+    patience: int = PATIENCE
     done: torch.cuda.Event | None = None  # the last one that ran, in whatever stream
     lock: Lock = field(default_factory=Lock)
 
@@ -56,7 +61,7 @@ class Recorder:
             self.recordings[key] = recording
             recording.calls += 1
             if recording.graph is None:
-                if recording.calls > PATIENCE:
+                if recording.calls > self.patience:
                     self.record(recording, work, inputs)
                 self.trim()
             return work(*inputs) if recording.graph is None else self.replay(recording, inputs)
@@ -81,6 +86,7 @@ class Recorder:
             del given
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what the work took until now, it takes from memory of its own
+            before = torch.cuda.memory_reserved()
             with torch.cuda.stream(side):
                 graph.capture_begin(self.pool, capture_error_mode="thread_local")
                 try:
@@ -94,16 +100,22 @@ class Recorder:
             self.enabled = False
             return
         self.pool = graph.pool()
+        self.pooled += torch.cuda.memory_reserved() - before
         self.done = self.done or torch.cuda.Event()
         recording.graph, recording.work = graph, work
         recording.inputs, recording.outputs = buffers, outputs
 
     def trim(self) -> None:
         """Forgets those used longest ago, until the rest is within limits."""
+        if self.pooled and self.pooled > SHARE * torch.cuda.mem_get_info()[1]:
+            self.forget()
+            self.patience *= 2
         while len(self.recordings) > MOST or (self.held > HELD and len(self.recordings) > 1):
             self.recordings.popitem(last=False)
             needed = {id(x) for r in self.recordings.values() for x in (*r.inputs, *r.outputs)}
             self.buffers = {key: x for key, x in self.buffers.items() if id(x) in needed}
+        if self.pooled and all(r.graph is None for r in self.recordings.values()):
+            self.pool, self.pooled = None, 0  # its memory has gone with the last of them
 
     @property
     def held(self) -> int:
@@ -112,9 +124,14 @@ class Recorder:
     def clear(self) -> None:
         """Forgets all of them, and frees their memory."""
         with self.lock:
-            self.recordings.clear()
-            self.buffers.clear()
-            self.pool = None
+            self.forget()
+
+    def forget(self) -> None:
+        if self.done is not None:
+            self.done.synchronize()  # what still runs needs its memory
+        self.recordings.clear()
+        self.buffers.clear()
+        self.pool, self.pooled = None, 0
 
     def place(
         self, n: int, result: Tensor | None, given: list[Tensor], buffers: tuple[Tensor, ...]
