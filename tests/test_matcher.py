@@ -74,14 +74,11 @@ def test_sizes_may_differ_and_small_images_stay_as_they_are(matcher: Matcher) ->
 @pytest.mark.parametrize("preset", ["cosine", "no-pruning", "linear-attention", "prune-last"])
 def test_details_of_ablations_in_half_precision(preset: str) -> None:
     part = PRESETS[preset]
-    config = PRESETS["tiny"].replace(
-        estimator=part.estimator, pruning=part.pruning, attention=part.attention
-    )
+    config = PRESETS["tiny"].replace(estimator=part.estimator, pruning=part.pruning, attention=part.attention)
     matcher = Matcher(device="cpu", precision="bf16", config=config, polish=False)
     details = matcher.match(noise(40, 64), noise(48, 56), details=True).details
     assert details is not None and details.keep0.shape == (2, 5, 8)
     assert details.nmi0 is None or details.nmi0.dtype == np.float32
-
 
 
 @settings(max_examples=12, deadline=None)
