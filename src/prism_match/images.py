@@ -26,7 +26,7 @@ ImageLike: TypeAlias = "str | os.PathLike[str] | PIL.Image.Image | np.ndarray | 
 
 SMALLEST = 32  # pixels a side
 ORIENTATION = 0x0112  # the EXIF tag
-BOMB = "too many pixels; refused as a possible decompression bomb"
+BOMB = "refused as a possible decompression bomb"
 HELD = 2**26  # bytes of pixels that a file may tell of, however small it is
 PACKED = 2000  # bytes of pixels beyond that, to a byte of the file: more than compression achieves
 STRIP = 2**20  # pixels that are made gray at a time: as numbers of 32 bits, colours take four times the room
@@ -53,12 +53,12 @@ class Image:
         """h w, float32 in [0, 1]."""
         x = self.pixels
         if x.ndim == 2:
-            return x.astype(np.float32) / 255 if x.dtype == np.uint8 else x
+            return np.divide(x, 255, dtype=np.float32) if x.dtype == np.uint8 else x
         gray = np.empty(x.shape[:2], np.float32)
         rows = max(1, STRIP // x.shape[1])
         for top in range(0, len(x), rows):
             strip = x[top : top + rows]
-            strip = strip.astype(np.float32) / 255 if x.dtype == np.uint8 else strip
+            strip = np.divide(strip, 255, dtype=np.float32) if x.dtype == np.uint8 else strip
             gray[top : top + rows] = cv2.cvtColor(strip, cv2.COLOR_RGB2GRAY)
         return gray
 
@@ -107,10 +107,10 @@ def read_image(path: Path) -> Image:
     try:
         with quiet_pillow(), PIL.Image.open(path, formats=known_formats()) as opened:
             if claims_too_much(opened, path.stat().st_size):
-                raise UserError(f"{path}: {BOMB}")
+                raise UserError(f"{path}: too many pixels for so small a file; {BOMB}")
             return decode(opened, str(path))
     except PIL.Image.DecompressionBombError as error:
-        raise UserError(f"{path}: {BOMB}") from error
+        raise UserError(f"{path}: too many pixels; {BOMB}") from error
     except PIL.UnidentifiedImageError as error:
         raise UserError(f"{path}: not an image, or of an unknown format") from error
     except PermissionError as error:

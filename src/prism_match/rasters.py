@@ -140,7 +140,7 @@ def check_size(path: Path, pixels: int, bands: list[int]) -> None:
     """Before room is made for them. bands: bytes of a pixel of each."""
     most = 2 * PIL.Image.MAX_IMAGE_PIXELS if PIL.Image.MAX_IMAGE_PIXELS else pixels  # Pillow's own rule
     if pixels > most or pixels * sum(bands) > max(HELD, PACKED * path.stat().st_size):
-        raise UserError(BOMB)
+        raise UserError(f"too many pixels; {BOMB}")
 
 
 def encode_moved(

@@ -28,7 +28,7 @@ def read_photo(data: bytes, name: str, max_pixels: int) -> Image:
                     f"at most {max_pixels / 1e6:g} are allowed",
                 )
             if claims_too_much(opened, len(data)):
-                raise Refused(413, f"{name}: {BOMB}")
+                raise Refused(413, f"{name}: too many pixels for so small a file; {BOMB}")
             if min(width, height) < SMALLEST:
                 raise Refused(
                     422, f"{name}: too small ({width}x{height}); at least {SMALLEST} pixels a side are needed"
