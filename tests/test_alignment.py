@@ -184,7 +184,7 @@ def test_exif_is_kept_but_for_what_is_no_longer_true(pictures, tmp_path):
 def write_raster(path, bands: np.ndarray, **profile) -> None:
     rasterio = pytest.importorskip("rasterio")
     size = {"count": len(bands), "height": bands.shape[1], "width": bands.shape[2], "dtype": bands.dtype.name}
-    with rasterio.open(path, "w", driver="GTiff", crs="EPSG:32632", **size, **profile) as file:
+    with rasterio.open(path, "w", driver="GTiff", **{"crs": "EPSG:32632", **size, **profile}) as file:
         file.write(bands)
 
 
@@ -226,6 +226,22 @@ def test_the_place_of_the_second_picture_comes_along(pictures, tmp_path, name):
     for (column, row), ground in pairs:
         there = TRUTHS[name](np.array([[column - 0.5, row - 0.5]]))[0] + 0.5
         np.testing.assert_allclose(ground, place * tuple(there), atol=0.3)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_control_points_without_a_coordinate_system_are_kept(pictures, tmp_path, first):
+    """The frame's as they are, the other picture's as new ones."""
+    rasterio = pytest.importorskip("rasterio")
+    placed = tmp_path / "placed.tif"
+    corners = [(0, 0), (0, WIDTH), (HEIGHT, 0), (HEIGHT, WIDTH)]
+    points = [rasterio.control.GroundControlPoint(row=y, col=x, x=7 + x, y=9 - y) for y, x in corners]
+    bands = np.moveaxis(load_image(pictures[1 - first]).rgb, -1, 0)
+    write_raster(placed, bands, gcps=points, crs=rasterio.crs.CRS())
+    two = (placed, pictures[1]) if first else (pictures[0], placed)
+    files = align_matches(matches_of(*two, TRUTHS["homography"]), model="homography").save(tmp_path / "out")
+    with rasterio.open(files[0]) as file:
+        gcps, crs = file.gcps
+    assert crs is None and len(gcps) == (4 if first else rasters.TIE_POINTS**2)
 
 
 def test_without_rasterio_the_place_is_lost_with_a_word(pictures, tmp_path, monkeypatch, caplog):

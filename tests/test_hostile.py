@@ -7,6 +7,8 @@ import gzip
 import io
 import json
 import os
+import re
+import struct
 import subprocess
 import sys
 import tarfile
@@ -20,6 +22,7 @@ import cv2
 import h5py
 import numpy as np
 import PIL.Image
+import PIL.ImageFile
 import pytest
 import torch
 from hostile_files import MUTATORS, mutate, png_claiming
@@ -30,6 +33,7 @@ from prism_match import UserError, cli
 from prism_match.colmap_model import read_model
 from prism_match.config import PRESETS, ModelConfig, load_model_config
 from prism_match.engine import Matcher, MatchStore
+from prism_match.evaluation.megadepth import read_megadepth
 from prism_match.evaluation.pairs import PosePair
 from prism_match.evaluation.pose import evaluate_pose
 from prism_match.evaluation.runner import Score, check_types
@@ -37,11 +41,13 @@ from prism_match.evaluation.scannet import read_scannet
 from prism_match.export.hloc import read_dense_matches, read_sparse_matches
 from prism_match.files import load_arrays, load_object_arrays
 from prism_match.frames import read_depth, read_gray
-from prism_match.images import image_size, load_image
+from prism_match.images import HELD, claims_too_much, image_size, load_image
 from prism_match.maps.cameras import read_exif
 from prism_match.maps.retrieval import describe_files
 from prism_match.maps.stages import Stages
 from prism_match.matches import Matches
+from prism_match.serve.photos import read_photo
+from prism_match.serve.refusal import Refused
 from prism_match.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from prism_match.training.config import TrainConfig, merged
 from prism_match.training.data.megadepth import read_index
@@ -103,6 +109,43 @@ def test_images_that_claim_too_much_have_no_size(tmp_path: Path) -> None:
     assert read_exif(tmp_path / "x.png", (10, 10)).focal is None
     with pytest.raises(UserError, match="too many pixels"):
         load_image(tmp_path / "x.png")
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "jpg"])
+def test_images_that_claim_more_than_they_can_hold_are_not_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """Fewer pixels than are too many for a photo, but not in a file of a kilobyte."""
+    path = tmp_path / f"x.{suffix}"
+    PIL.Image.fromarray(np.zeros((64, 64, 3), np.uint8)).save(path)
+    whole = path.read_bytes()
+    if suffix == "png":
+        changed = png_claiming(64, 2_000_000)[:33] + whole[33:]
+    elif suffix == "jpg":
+        changed = whole.replace(struct.pack(">BHH", 8, 64, 64), struct.pack(">BHH", 8, 2_000, 64_000), 1)
+    else:  # the height
+        changed = re.sub(rb"\x01\x01[\x03\x04]\x00\x01\x00\x00\x00\x40\x00\x00\x00",
+                         struct.pack("<HHII", 257, 4, 1, 2_000_000), whole)  # fmt: skip
+    path.write_bytes(changed)
+    assert np.prod(image_size(path) or 0) == 128_000_000
+    monkeypatch.setattr(PIL.ImageFile.ImageFile, "load", lambda *_: pytest.fail("is decoded"))
+    monkeypatch.setattr(cv2, "imdecode", lambda *_: pytest.fail("is decoded"))
+    with pytest.raises(UserError, match="too many pixels for so small a file"):
+        load_image(path)
+    with pytest.raises(UserError, match="not an image that can be decoded"):
+        read_gray(path)
+    with pytest.raises(Refused, match="too many pixels"):
+        read_photo(changed, "image0", 2**30)
+
+
+def test_images_of_one_colour_are_not_taken_for_more_than_they_hold(tmp_path: Path) -> None:
+    """Nothing is packed as closely as a mask of one bit for each pixel."""
+    for mode in ("1", "P"):
+        blank = PIL.Image.new(mode, (8200, 8200))
+        blank.save(tmp_path / "x.png", bits=1, compress_level=9)
+        with PIL.Image.open(tmp_path / "x.png") as opened:
+            assert opened.width * opened.height > HELD
+            assert not claims_too_much(opened, (tmp_path / "x.png").stat().st_size)
 
 
 def test_no_other_program_is_started_for_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,17 +312,36 @@ def test_texts_that_are_none_are_told(tmp_path: Path) -> None:
 
 
 def test_an_index_with_fewer_cameras_than_images_is_told(tmp_path: Path) -> None:
-    values = {
-        "image_paths": ["a", "b"], "depth_paths": ["a", "b"], "intrinsics": [np.eye(3)],
-        "poses": [np.eye(4)] * 2, "pair_infos": [((0, 1), 0.5, ())],
-    }  # fmt: skip
-    arrays = {}
-    for key, some in values.items():
-        arrays[key] = np.empty(len(some), object)
-        arrays[key][:] = some
-    np.savez(tmp_path / "0000.npz", **arrays)
+    write_index(tmp_path / "0000.npz", intrinsics=[np.eye(3)])
     with pytest.raises(UserError, match="not as many"):
         read_index(tmp_path / "0000.npz")
+
+
+def write_index(path: Path, **other: object) -> None:
+    """Of MegaDepth, but for what is given."""
+    values = {"image_paths": ["a", "b"], "depth_paths": ["a", None], "intrinsics": [np.eye(3)] * 2,
+              "poses": [np.eye(4)] * 2, "pair_infos": [((0, 1), 0.5, ())]}  # fmt: skip
+    arrays = {}
+    for key, some in (values | other).items():
+        arrays[key] = np.empty(len(some), object)
+        arrays[key][:] = some
+    np.savez(path, **arrays)
+
+
+@pytest.mark.parametrize("key", ["image_paths", "depth_paths"])
+def test_paths_in_an_index_that_are_none_are_told(tmp_path: Path, key: str) -> None:
+    write_index(tmp_path / "0000.npz")
+    assert len(read_megadepth(tmp_path)) == 1
+    for bad in (np.eye(3), 3, b"a"):
+        write_index(tmp_path / "0000.npz", **{key: ["a", bad]})
+        with pytest.raises(UserError, match="a path in it is no text"):
+            read_megadepth(tmp_path)
+
+
+def test_poses_in_an_index_that_are_none_are_named_as_unusable(tmp_path: Path) -> None:
+    write_index(tmp_path / "0000.npz", poses=[np.zeros((4, 4)), np.eye(4)])
+    (pair,) = read_megadepth(tmp_path)
+    assert pair.problem == "no pose is given"
 
 
 def test_a_phase_without_end_is_told() -> None:

@@ -59,6 +59,15 @@ def test_all_kinds_of_one_image_are_equal(source: object) -> None:
     np.testing.assert_allclose(image.rgb.astype(int), RGB, atol=1)
 
 
+@pytest.mark.parametrize("pixels", [RGB, (RGB / 255).astype(np.float32)], ids=["uint8", "float32"])
+def test_strips_of_an_image_are_as_gray_as_all_of_it(
+    pixels: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = load_image(pixels).gray
+    monkeypatch.setattr("prism_match.images.STRIP", 3 * RGB.shape[1])
+    np.testing.assert_array_equal(load_image(pixels).gray, whole)
+
+
 @pytest.mark.parametrize("mode", ["L", "1", "P", "LA", "CMYK", "I;16", "I", "F", "RGB"])
 def test_every_mode_of_file(tmp_path: Path, mode: str) -> None:
     gray = PIL.Image.fromarray(RGB).convert("L")

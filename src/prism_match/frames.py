@@ -10,6 +10,7 @@ Depth is in millimetres, 16-bit PNG; poses are 4 x 4 matrices from camera to wor
 
 from __future__ import annotations
 
+import io
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 
 from prism_match.errors import UserError
 from prism_match.files import is_file, new_h5, read_dataset
+from prism_match.images import claims_too_much, known_formats, quiet_pillow
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +57,18 @@ def decode_pixels(data: np.ndarray, flags: int) -> np.ndarray | None:
 
 
 def promises_too_much(data: np.ndarray) -> bool:
-    """Whether a PNG tells of a part that is longer than the file: OpenCV makes room for gigabytes of it."""
+    """Whether the file tells of more pixels than it can hold, or, as a PNG, of a part that is longer than it:
+    OpenCV makes room for gigabytes of them."""
+    import PIL.Image
+
+    try:
+        with quiet_pillow(), PIL.Image.open(io.BytesIO(data.data), formats=known_formats()) as opened:
+            if claims_too_much(opened, len(data)):
+                return True
+    except PIL.Image.DecompressionBombError:
+        return True
+    except Exception:  # OpenCV reads what Pillow does not
+        pass
     at = len(PNG)
     while data[: len(PNG)].tobytes() == PNG and at + 8 <= len(data):
         length, kind = int.from_bytes(data[at : at + 4].tobytes(), "big"), data[at + 4 : at + 8].tobytes()

@@ -26,6 +26,10 @@ ImageLike: TypeAlias = "str | os.PathLike[str] | PIL.Image.Image | np.ndarray | 
 
 SMALLEST = 32  # pixels a side
 ORIENTATION = 0x0112  # the EXIF tag
+BOMB = "refused as a possible decompression bomb"
+HELD = 2**26  # bytes of pixels that a file may tell of, however small it is
+PACKED = 2000  # bytes of pixels beyond that, to a byte of the file: more than compression achieves
+STRIP = 2**20  # pixels that are made gray at a time: as numbers of 32 bits, colours take four times the room
 # Pillow knows many more, some of which start other programs.
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "TIFF", "BMP", "PPM", "GIF", "JPEG2000", "AVIF")
 _pillow = threading.Lock()
@@ -48,8 +52,15 @@ class Image:
     def gray(self) -> np.ndarray:
         """h w, float32 in [0, 1]."""
         x = self.pixels
-        x = x.astype(np.float32) / 255 if x.dtype == np.uint8 else x
-        return x if x.ndim == 2 else cv2.cvtColor(x, cv2.COLOR_RGB2GRAY)
+        if x.ndim == 2:
+            return np.divide(x, 255, dtype=np.float32) if x.dtype == np.uint8 else x
+        gray = np.empty(x.shape[:2], np.float32)
+        rows = max(1, STRIP // x.shape[1])
+        for top in range(0, len(x), rows):
+            strip = x[top : top + rows]
+            strip = np.divide(strip, 255, dtype=np.float32) if x.dtype == np.uint8 else strip
+            gray[top : top + rows] = cv2.cvtColor(strip, cv2.COLOR_RGB2GRAY)
+        return gray
 
     @cached_property
     def rgb(self) -> np.ndarray:
@@ -95,9 +106,11 @@ def read_image(path: Path) -> Image:
         raise UserError(f"{path}: the file is empty")
     try:
         with quiet_pillow(), PIL.Image.open(path, formats=known_formats()) as opened:
+            if claims_too_much(opened, path.stat().st_size):
+                raise UserError(f"{path}: too many pixels for so small a file; {BOMB}")
             return decode(opened, str(path))
     except PIL.Image.DecompressionBombError as error:
-        raise UserError(f"{path}: too many pixels; refused as a possible decompression bomb") from error
+        raise UserError(f"{path}: too many pixels; {BOMB}") from error
     except PIL.UnidentifiedImageError as error:
         raise UserError(f"{path}: not an image, or of an unknown format") from error
     except PermissionError as error:
@@ -128,11 +141,22 @@ def quiet_pillow() -> Iterator[None]:
         yield
 
 
+def claims_too_much(opened: PIL.Image.Image, file_bytes: int) -> bool:
+    """Whether its header tells of more pixels than a file of that size can hold. Pillow makes room for them
+    all, and of some formats decodes what is there and says nothing of what is not."""
+    bands = len(opened.getbands())
+    values = opened.width * opened.height * bands
+    stored = values if bands > 1 else values // 8  # a single band may have one bit for each pixel
+    return values > HELD and stored > PACKED * file_bytes
+
+
 def decode(opened: PIL.Image.Image, name: str) -> Image:
     """A PIL image, turned upright."""
     import PIL.ImageOps
 
-    image = PIL.ImageOps.exif_transpose(opened)
+    opened.load()  # EXIF may come behind the pixels
+    turned = opened.getexif().get(ORIENTATION, 1) != 1
+    image = PIL.ImageOps.exif_transpose(opened) if turned else opened  # which makes a copy in any case
     if image.mode in ("RGBA", "LA", "PA") or (image.mode in ("P", "RGB") and "transparency" in image.info):
         pixels = np.asarray(image.convert("RGBA"))
     elif image.mode in ("1", "L"):
@@ -142,7 +166,7 @@ def decode(opened: PIL.Image.Image, name: str) -> Image:
     elif image.mode == "F":
         pixels = np.asarray(image)
     else:
-        pixels = np.asarray(image.convert("RGB"))
+        pixels = np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
     return Image(to_pixels(pixels, name), name, opaque_part(pixels))
 
 

@@ -24,7 +24,17 @@ import PIL.Image
 from prism_match.errors import UserError
 from prism_match.files import reading
 from prism_match.geometry import warp_points
-from prism_match.images import ORIENTATION, Image, ImageLike, known_formats, load_image, quiet_pillow
+from prism_match.images import (
+    BOMB,
+    HELD,
+    ORIENTATION,
+    PACKED,
+    Image,
+    ImageLike,
+    known_formats,
+    load_image,
+    quiet_pillow,
+)
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +42,6 @@ GEO_TAGS = {33550, 33922, 34264, 34735}  # of a GeoTIFF: scale, tie points, matr
 EXIF_IFD, WIDTH, HEIGHT = 0x8769, 0xA002, 0xA003  # EXIF's tags of its second part and of the size in that
 TIE_POINTS = 8  # along each side, where a map is no matrix that tells all
 WARPED_AS_THEY_ARE = ("uint8", "uint16", "int16", "float32", "float64")  # types that OpenCV interpolates
-HELD = 2**26  # bytes of pixels that a file may tell of, however small it is
-PACKED = 2000  # bytes of pixels beyond that, to a byte of the file: more than compression achieves
 
 Points = Callable[[np.ndarray], np.ndarray]  # n 2 -> n 2
 
@@ -132,7 +140,7 @@ def check_size(path: Path, pixels: int, bands: list[int]) -> None:
     """Before room is made for them. bands: bytes of a pixel of each."""
     most = 2 * PIL.Image.MAX_IMAGE_PIXELS if PIL.Image.MAX_IMAGE_PIXELS else pixels  # Pillow's own rule
     if pixels > most or pixels * sum(bands) > max(HELD, PACKED * path.stat().st_size):
-        raise UserError("too many pixels; refused as a possible decompression bomb")
+        raise UserError(f"too many pixels; {BOMB}")
 
 
 def encode_moved(
@@ -205,6 +213,7 @@ def encode_raster(
 ) -> bytes:
     """The bytes of a GeoTIFF, with all bands in the type they have."""
     import rasterio
+    from rasterio.crs import CRS
     from rasterio.io import MemoryFile
 
     raster = picture.raster
@@ -221,6 +230,7 @@ def encode_raster(
     profile = {
         "driver": "GTiff", "count": len(warped), "dtype": warped.dtype.name, "compress": "deflate",
         "height": warped.shape[1], "width": warped.shape[2], "nodata": nodata, **place,
+        "crs": place["crs"] or CRS(),  # None is not taken with control points
     }  # fmt: skip
     with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True), MemoryFile() as memory:
         with quiet(), memory.open(**profile) as file:

@@ -44,7 +44,10 @@ def make_pair(root: Path, split: str, index: SceneIndex, a: int, b: int) -> Pose
 
 
 def relative_pose(T0: np.ndarray | None, T1: np.ndarray | None) -> np.ndarray | None:
-    """4 4 from two world-to-camera poses; None where one is not known."""
+    """4 4 from two world-to-camera poses; None where one is not known, or is none."""
     if T0 is None or T1 is None or not np.isfinite([T0, T1]).all():
         return None
-    return T1 @ np.linalg.inv(T0)
+    try:
+        return T1 @ np.linalg.inv(T0)
+    except np.linalg.LinAlgError:
+        return None

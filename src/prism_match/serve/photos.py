@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from prism_match.errors import UserError
-from prism_match.images import SMALLEST, Image, decode
+from prism_match.images import BOMB, SMALLEST, Image, claims_too_much, decode
 from prism_match.serve.refusal import Refused, complain
 
 # Pillow knows many more, some of which start other programs.
@@ -27,6 +27,8 @@ def read_photo(data: bytes, name: str, max_pixels: int) -> Image:
                     f"{name}: {width}x{height} is {width * height / 1e6:.1f} megapixels; "
                     f"at most {max_pixels / 1e6:g} are allowed",
                 )
+            if claims_too_much(opened, len(data)):
+                raise Refused(413, f"{name}: too many pixels for so small a file; {BOMB}")
             if min(width, height) < SMALLEST:
                 raise Refused(
                     422, f"{name}: too small ({width}x{height}); at least {SMALLEST} pixels a side are needed"

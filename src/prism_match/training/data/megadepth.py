@@ -69,6 +69,8 @@ def read_index(file: Path) -> SceneIndex:
         overlap = np.array([info[1] for info in infos], float)
         if len(pairs) and not 0 <= pairs.min() <= pairs.max() < len(images):
             raise ValueError("a pair names an image that is not listed")
+        if not all(path is None or isinstance(path, str) for path in (*images, *depths)):
+            raise ValueError("a path in it is no text")
         # The index has COLMAP's principal points.
         half = np.array([[0, 0, 0.5], [0, 0, 0.5], [0, 0, 0]])
         K = [None if k is None else np.array(k, float).reshape(3, 3) - half for k in intrinsics]
