@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from prism_match import Matcher, Matches, UserError, tiles, windows
 from prism_match.certainty import PIXEL, TERMS, Calibration, Regression
 from prism_match.config import PRESETS
-from prism_match.engine.methods import Prism
+from prism_match.engine.methods import Prism, TiledPrism
+from prism_match.engine.photos import Resize
+from prism_match.engine.run import Engine
 from prism_match.geometry import warp_points
 from prism_match.matcher import ImageFeatures, Prepared
 from prism_match.model.prism import Features
@@ -122,6 +124,17 @@ def test_large_images_are_matched_at_full_detail(large, tiled) -> None:  # noqa:
     assert np.median(errors(found, homography)) < 0.5 * np.median(errors(plain, homography))
     assert (np.diff(found.scores) <= 0).all() and found.size0 == (640, 560) and found.size1 == (500, 460)
     assert max(max(pair) for pair in matcher.seen) <= 160**2, "no tile is larger than what was allowed"
+
+
+def test_benchmarks_can_match_in_tiles(large, tiled, tmp_path: Path) -> None:  # noqa: ANN001
+    files = {}
+    for name, image in zip(("a", "b"), large[:2], strict=True):
+        PIL.Image.fromarray(image).save(tmp_path / f"{name}.png")
+        files[name] = tmp_path / f"{name}.png"
+    method = TiledPrism(SiftMatcher(tiles="auto"))  # of the protocol's size, whatever the matcher's is
+    (outcome,) = Engine(method, Resize(longer=160)).match(files, [("a", "b")])
+    assert np.array_equal(outcome.matches.keypoints1, tiled[1].keypoints1)
+    assert method.settings["tiles"] == "auto", "never to be taken for matches of one pass"
 
 
 def test_certainty_is_about_pixels_of_the_image(large) -> None:  # noqa: ANN001

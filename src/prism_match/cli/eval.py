@@ -54,6 +54,9 @@ def evaluate(
             help="Polish at the size that photos have, as `prism match` does, not at the one matched.",
         ),
     ] = True,
+    tiles: Annotated[
+        bool, typer.Option("--tiles", help="Match large photos, and very different scales, tile by tile.")
+    ] = False,
     batch: BatchOption = 1,
     confidence: Annotated[
         Optional[float], typer.Option(help="Least confidence of a match [the model's theta_c].")
@@ -122,6 +125,7 @@ def evaluate(
         data=data, method=method, size=size, ransac=ransac, threshold=threshold, pairs=pairs,
         seed=seed, weights=tuple(weights or ()), configs=tuple(model_config or ()), device=device,
         precision=precision, confidence=confidence, rotate=rotate, polish=polish, own_size=own_size,
+        tiles=tiles,
         top=top, within=tuple(map(parse_limits, within or ())), pair_list=pair_list, snap=snap,
         depth_scale=depth_scale,
         run=Run(cache=cache, out=out, progress=True, batch=batch, cluster=cluster),

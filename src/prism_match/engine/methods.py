@@ -107,6 +107,30 @@ class Prism:
         return ImageFeatures.unpack(tensors, texts, self.matcher.device, self.matcher.polish)
 
 
+class TiledPrism:
+    """PRISM with tiles (`tiles.py`), which sees each pair whole and anew: nothing of an image is kept."""
+
+    def __init__(self, matcher: PairMatcher):
+        self.matcher, plain = matcher, Prism(matcher.adjusted(tiles=None, tile_memory=None))
+        self.name, self.precision = f"{plain.name}, in tiles", plain.precision
+        self.settings = plain.settings | {"tiles": matcher.tiles, "tile_memory": matcher.tile_memory}
+
+    def prepare(self, image: Image, resizing: Resize) -> WholeImage:
+        return WholeImage(image, max(resizing(image.size)))
+
+    def extract(self, prepared: Sequence[WholeImage]) -> list[WholeImage]:
+        return list(prepared)
+
+    def match(self, pairs: Sequence[tuple[WholeImage, WholeImage]]) -> list[Matches]:
+        return [self.matcher.adjusted(size=max(a.side, b.side)).match(a.image, b.image) for a, b in pairs]
+
+
+@dataclass(frozen=True)
+class WholeImage:
+    image: Image
+    side: int  # the longer one that the protocol has it resized to
+
+
 @dataclass(frozen=True)
 class Resized:
     image: Image

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prism_match.config import ModelConfig, Precision, Rotate, load_model_config
 from prism_match.engine import Matcher
-from prism_match.engine.methods import Method, Prism, as_method
+from prism_match.engine.methods import Method, Prism, TiledPrism, as_method
 from prism_match.engine.photos import Resize
 from prism_match.errors import UserError
 from prism_match.evaluation.pairs import AnyPair, choose, name_apart
@@ -35,6 +35,7 @@ class Options:
     confidence: float | None = None  # least one of a match; None: the model's theta_c
     rotate: Rotate = "auto"
     polish: bool = True
+    tiles: bool = False
     own_size: bool = True  # polish at the size that photos have before they are resized, as `Matcher` does
     # Localization
     top: int | None = None  # map photos that a query is matched with; None: the benchmark's
@@ -56,9 +57,12 @@ class Options:
 
     def make_method(self) -> Method:
         """The one method that most benchmarks measure."""
+        if self.tiles and (self.method != "prism" or self.run.cluster is not None):
+            raise UserError("--tiles are for PRISM itself, in this process")
         if self.method != "prism":
             return as_method(self.method)
-        return Prism(self.make_matcher(*self.single()))
+        matcher = self.make_matcher(*self.single())
+        return TiledPrism(matcher.adjusted(tiles="auto")) if self.tiles else Prism(matcher)
 
     def single(self) -> tuple[str | Path | None, ModelConfig | None]:
         if len(self.weights) > 1 or len(self.configs) > 1:
