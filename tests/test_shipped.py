@@ -49,6 +49,7 @@ def test_the_motorcycle(matcher: Matcher) -> None:
     known = errors[np.isfinite(errors)]
     assert len(matches) > 700 and len(known) > 0.85 * len(matches)
     assert np.median(known) < 0.5 and (known < 3).mean() > 0.8
+    assert matches.same_place is not None and matches.same_place > 0.95
 
 
 def test_the_truth_about_the_motorcycle() -> None:
@@ -84,7 +85,8 @@ def test_a_small_shift(matcher: Matcher, photo: np.ndarray) -> None:
 def test_strangers_hardly_match(matcher: Matcher, photo: np.ndarray) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (30, 40), dtype=np.uint8)
     stranger = cv2.resize(noise, (320, 240), interpolation=cv2.INTER_CUBIC)
-    assert len(matcher.match(photo, stranger)) < 10
+    matches = matcher.match(photo, stranger)
+    assert len(matches) < 10 and matches.same_place is not None and matches.same_place < 0.05
 
 
 def test_damaged_weights_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,9 @@ class Calibration:
     subpixel: str  # sha256
     matches: Regression
     points: Regression  # of `Matcher.locate`
+    # Coefficients of the terms of `places.py`, of the calibration that ships alone: they weigh certainties,
+    # which mean the same for all weights.
+    places: tuple[float, ...] = ()
     fitted: dict[str, Any] = field(default_factory=dict)  # on what, and how well it holds
 
     def save(self, path: Path) -> None:
@@ -139,6 +142,7 @@ class Calibration:
             values = json.loads(path.read_text(encoding="utf-8"))
             for name in ("matches", "points"):
                 values[name] = Regression(**values[name])
+            values["places"] = tuple(float(x) for x in values.get("places", ()))
             return Calibration(**values)
 
 

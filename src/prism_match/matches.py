@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -76,6 +77,15 @@ class Matches:
                 if array.shape != self.scores.shape:
                     raise UserError(f"{name} must have one number for each match")
                 object.__setattr__(self, name, array)
+
+    @cached_property
+    def same_place(self) -> float | None:
+        """The probability that the two photos show the same place at all (`places.py`), by the geometry of
+        these matches and the certainty of each; None where certainty is not known."""
+        from prism_match import places
+
+        known = self.certainty is not None or not len(self)
+        return places.same_place(self) if known else None
 
     def __repr__(self) -> str:
         sides = ((self.name0, self.size0), (self.name1, self.size1))

@@ -16,11 +16,12 @@ from prism_match.cli.options import (
     PolishOption,
     PrecisionOption,
     RotateOption,
+    SamePlaceOption,
     WeightsOption,
     make_cluster,
     make_matcher,
 )
-from prism_match.config import PnpBackend
+from prism_match.config import UNLIKELY, PnpBackend
 from prism_match.errors import UserError
 
 
@@ -58,6 +59,7 @@ def localize_command(
     ] = None,
     depth_scale: Annotated[float, typer.Option(help="RGB-D: what depth maps have for a metre.")] = 1000.0,
     min_inliers: Annotated[int, typer.Option(help="A pose that fewer points agree with is none.")] = 12,
+    same_place: SamePlaceOption = UNLIKELY,
     fallback: Annotated[
         bool, typer.Option("--fallback", help="Where there is no pose, take that of the most similar photo.")
     ] = False,
@@ -115,7 +117,9 @@ def localize_command(
     if json_file is not None:
         writable_folder(json_file.parent)
     matcher = make_matcher(weights, model_config, device, precision, size, None, rotate, polish)
-    options = LocalizeOptions(top, size, max_error, min_inliers, fallback, backend, seed, batch, cluster)
+    options = LocalizeOptions(
+        top, size, max_error, min_inliers, same_place, fallback, backend, seed, batch, cluster
+    )  # fmt: skip
     summary = localize_photos(photos, mapped, matcher, folder, options, given, listed, progress=True)
     summary = {"map": str(world)} | summary
     for path in filter(None, (folder / "localization.json", json_file)):
@@ -125,6 +129,8 @@ def localize_command(
             print(f"{result['name']}  no pose: {result['problem']}")
         else:
             agree = f"{result['inliers']} of {result['correspondences']} points agree"
-            print(f"{result['name']}  {agree}; camera from {result['camera']['from']}")
+            left_out = len(result["elsewhere"])
+            other = f"; {left_out} map photos left out, of another place" if left_out else ""
+            print(f"{result['name']}  {agree}; camera from {result['camera']['from']}{other}")
     print(f"{summary['localized']} of {len(photos)} localized")
     print(f"written  {folder}: poses.txt, localization.json")

@@ -49,6 +49,10 @@ AddressOption = Annotated[
     Optional[str],
     typer.Option(help="Of a running Ray cluster, HOST:PORT or auto [one on this machine, for this run]."),
 ]
+SamePlaceOption = Annotated[
+    float,
+    typer.Option(min=0, max=1, help="Photos that less probably show the same place are not joined; 0: all."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 JsonFileOption = Annotated[Optional[Path], typer.Option("--json", help="Write the numbers here.")]
 

@@ -57,6 +57,7 @@ def summary(matches: Matches, estimate: Estimate, matcher: PairMatcher, seconds:
         "inliers": estimate.num_inliers,
         "geometry": estimate.model,
         "matrix": None if estimate.matrix is None else estimate.matrix.tolist(),
+        "same_place": None if matches.same_place is None else round(matches.same_place, 4),
     }
     if matches.details is not None:
         for key, keep in (("kept_cells0", matches.details.keep0), ("kept_cells1", matches.details.keep1)):
@@ -81,6 +82,8 @@ def report(result: dict[str, Any], as_json: bool) -> None:
             f"{result['median_error_px']} px, {100 * result['within_3_px']:.1f} % within 3 px, of "
             f"{result['known_truth']} whose truth is known"
         )
+    if result.get("same_place") is not None:
+        rows["same place"] = f"{100 * result['same_place']:.1f} % likely"
     for n in (0, 1):
         if f"kept_cells{n}" in result:
             kept = " ".join(f"{100 * x:5.1f}" for x in result[f"kept_cells{n}"])

@@ -17,6 +17,7 @@ from prism_match.cli.options import (
     PolishOption,
     PrecisionOption,
     RotateOption,
+    SamePlaceOption,
     SizeOption,
     ThresholdOption,
     WeightsOption,
@@ -24,7 +25,7 @@ from prism_match.cli.options import (
     make_matcher,
 )
 from prism_match.cli.output import print_table
-from prism_match.config import Mapper, Sharing
+from prism_match.config import UNLIKELY, Mapper, Sharing
 
 CellOption = Annotated[
     float, typer.Option(help="Points this close can become one keypoint, in pixels as matched.")
@@ -75,6 +76,7 @@ def sfm(
     cell: CellOption = 1.5,
     max_error: ErrorOption = 1.5,
     max_keypoints: KeypointsOption = 8192,
+    same_place: SamePlaceOption = UNLIKELY,
     size: SizeOption = None,
     threshold: ThresholdOption = None,
     device: DeviceOption = "auto",
@@ -130,6 +132,7 @@ def sfm(
         tracks=TrackOptions(cell, max_error, max_keypoints),
         cameras=CameraOptions(cameras, camera_model, intrinsics),
         mapper=mapper,
+        same_place=same_place,
         matches=matches,
         batch_size=batch,
         features_gib=feature_cache,
@@ -165,6 +168,7 @@ def sfm(
             "points": f"{summary['points']}",
             "track length": f"{summary['mean_track_length']:.2f} images",
             "reprojection error": f"{summary['mean_reprojection_error']:.3f} px",
+            "left out": f"{len(summary['elsewhere'])} pairs of different places",
             "written": f"{out}: sparse/0, transforms.json, report.md",
         }
     print_table(rows)

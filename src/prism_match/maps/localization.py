@@ -6,7 +6,7 @@ photos of a query before its pose is estimated once."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +51,8 @@ class Localized:
     correspondences: int
     references: dict[str, int]  # map photos, in the order of their rank: correspondences from each
     problem: str = ""  # why there is no pose of its own
+    # Map photos that were not used, since they show another place: the probability that it is the same.
+    elsewhere: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -77,27 +79,38 @@ def localize(
     backend: PnpBackend = "auto",
     seed: int = 0,
     min_inliers: int = LEAST,
+    same_place: float = 0.0,
     problems: Sequence[str] = (),
 ) -> Localized:
     """found: names of map photos with the matches of (query, photo), in pixels of the files.
-    threshold: of RANSAC, in pixels of the query's camera. problems: why it was not matched with others."""
+    threshold: of RANSAC, in pixels of the query's camera. same_place: photos of the map that show the query's
+    place with less probability are not used. problems: why it was not matched with others."""
     parts: list[Correspondences] = []
-    references, problems = {}, list(problems)
+    references, elsewhere, problems = {}, {}, list(problems)
     for name, matches in found:
         references[name] = 0
+        likely = matches.same_place if same_place > 0 else None
+        if likely is not None and likely < same_place:
+            elsewhere[name] = likely
+            continue
         try:
             parts.append(lift_matches(query, name, matches, world))
             references[name] = len(parts[-1].scores)
         except UserError as error:
             problems.append(str(error))
+    if elsewhere:
+        best = max(elsewhere.values())
+        which = f"{len(elsewhere)} of {len(found)} map photos"
+        problems.append(f"{which} show another place (at most {best:.0%} likely the same)")
     merged = merge(parts)
     count = len(merged.scores)
     pose = estimate_camera_pose(merged.pixels, merged.xyz, query.camera, threshold, backend, seed)
     if pose.T is None or pose.num_inliers < min_inliers:
         inliers = pose.num_inliers
         reason = f"{count} points of the map found" + (f", {inliers} agree" if count >= LEAST else "")
-        return Localized(query.name, None, inliers, count, references, "; ".join([reason, *problems]))
-    return Localized(query.name, pose.T, pose.num_inliers, count, references)
+        problem = "; ".join([reason, *problems])
+        return Localized(query.name, None, inliers, count, references, problem, elsewhere)
+    return Localized(query.name, pose.T, pose.num_inliers, count, references, elsewhere=elsewhere)
 
 
 def lift_matches(query: Query, name: str, matches: Matches, world: Map) -> Correspondences:

@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from prism_match.cameras import Camera, pinhole, read_camera_list
-from prism_match.config import PnpBackend
+from prism_match.config import UNLIKELY, PnpBackend
 from prism_match.engine import Engine, Limits, MatchStore, Names, Prism, Resize
 from prism_match.engine.cluster import Cluster, make_engine
 from prism_match.engine.photos import IMAGE_SUFFIXES
@@ -113,6 +113,7 @@ class LocalizeOptions:
     size: int = 832  # longer side to match at
     max_error: float = 12.0  # of RANSAC, in pixels
     min_inliers: int = 12  # a pose that fewer points agree with is none
+    same_place: float = UNLIKELY  # map photos that show the same place with less probability are not used
     fallback: bool = False  # where there is no pose, take that of the most similar map photo
     backend: PnpBackend = "auto"
     seed: int = 0
@@ -160,7 +161,8 @@ def localize_photos(
                     continue
                 result = localize(
                     query, matched.found, mapped, threshold=options.max_error, backend=options.backend,
-                    seed=options.seed, min_inliers=options.min_inliers, problems=matched.problems,
+                    seed=options.seed, min_inliers=options.min_inliers, same_place=options.same_place,
+                    problems=matched.problems,
                 )  # fmt: skip
                 results[name] = with_fallback(result, mapped, ranked[name]) if options.fallback else result
                 cameras[name] = {**asdict(query.camera), "from": origin}
@@ -170,7 +172,7 @@ def localize_photos(
     return {
         "queries": len(photos), "localized": len(photos) - len(failed), "failed": failed,
         "pnp": options.backend, "max_error": options.max_error, "top": options.top, "size": options.size,
-        "seed": options.seed,
+        "seed": options.seed, "same_place": options.same_place,
         "results": [r.to_dict() | {"camera": cameras.get(q)} for q, r in ordered.items()],
     }  # fmt: skip
 

@@ -20,7 +20,7 @@ import PIL.Image
 import PIL.ImageOps
 from tqdm import tqdm
 
-from prism_match.config import Mapper
+from prism_match.config import UNLIKELY, Mapper
 from prism_match.engine import Limits, MatchStore, Names, Prism, Resize
 from prism_match.engine.cluster import Cluster, make_engine
 from prism_match.engine.photos import IMAGE_SUFFIXES
@@ -62,6 +62,7 @@ class SfmOptions:
     tracks: TrackOptions = field(default_factory=TrackOptions)
     cameras: CameraOptions = field(default_factory=CameraOptions)
     mapper: Mapper = "incremental"
+    same_place: float = UNLIKELY  # pairs whose photos show the same place with less probability are not used
     matches: Path | None = None  # a store to use as it is, instead of matching
     batch_size: int | None = None  # pairs at a time; None: 8 on a GPU, 1 elsewhere
     features_gib: float = 8.0  # disk for feature maps while matching
@@ -117,6 +118,20 @@ def _reconstruct(
     where = os.path.relpath(images.resolve(), out.resolve())
     stages.run("photos", where, images, lambda: where)
 
+    inputs = [store.settings, sorted(usable), options.same_place]
+    digests = {name: store.images[name].digest for pair in usable for name in pair}
+    elsewhere = stages.run(
+        "places", short_hash([*inputs, digests]), store.path,
+        lambda: pairs_of_other_places(store, usable, options.same_place, progress),
+    )  # fmt: skip
+    usable = usable - {(a, b) for a, b, _ in elsewhere}
+    if not usable:
+        best = max(p for _, _, p in elsewhere)
+        raise UserError(
+            f"{images}: no two of its photos are likely to show the same place (at most {best:.0%}); "
+            "--same-place 0 uses all of them"
+        )
+
     inputs = [[*names, *(store.images[n].digest for n in names)] for names in sorted(usable)]
     key = short_hash([store.settings, inputs, asdict(options.tracks), options.polish])
     tracks = out / "tracks.h5"
@@ -150,6 +165,7 @@ def _reconstruct(
     if not result["models"]:
         raise UserError(no_model(images, tracks, verified))
     summary = summarise(files, matched, verified, result["models"], counts, options)
+    summary["elsewhere"] = elsewhere
     summary["seconds"] = round(time.perf_counter() - began, 1)
     best = result["models"][0]
     shown = upright_copies({name: files[name] for name in best["images"]}, out / "images")
@@ -250,6 +266,21 @@ def retrieve_pairs(
     numbers = [n for n, path in enumerate(files.values()) if path in described]
     rows = np.stack([described[path] for path in files.values() if path in described])
     return np.array(numbers)[pairing.nearest(rows, neighbours)], told
+
+
+def pairs_of_other_places(
+    store: MatchStore, usable: set[Names], least: float, progress: bool
+) -> list[tuple[str, str, float]]:
+    """Pairs whose photos show the same place with less probability than `least`, and that probability. Those
+    of which it is not known are none."""
+    found = []
+    for pair in tqdm(
+        sorted(usable) if least > 0 else [], "same place?", unit="pair", disable=None if progress else True
+    ):
+        likely = store[pair].same_place
+        if likely is not None and likely < least:
+            found.append((*pair, round(likely, 4)))
+    return found
 
 
 def make_tracks(

@@ -18,7 +18,7 @@ from prism_match.maps.outside import BLACK, RED, down_and_forward, draw_outside,
 
 GRAY = (120, 120, 120)
 PICTURES = GRAPH, TOP_VIEW, VIEW = "match_graph.png", "top_view.png", "map_view.png"
-MOST_NAMES = 40  # images whose names are written beside the graph
+MOST_NAMES = 40  # images whose names are written beside the graph, and pairs that are listed
 
 
 def write_report(
@@ -51,6 +51,11 @@ def markdown(s: dict[str, Any]) -> str:
         lines += [f"The images fell apart: other models, in `sparse/1` and on, have {sizes} images.", ""]
     if s["not_registered"]:
         lines += ["Not registered: " + ", ".join(f"`{n}`" for n in s["not_registered"]), ""]
+    if s["elsewhere"]:
+        listed = [f"- `{a}` and `{b}`: {p:.1%} likely the same" for a, b, p in s["elsewhere"][:MOST_NAMES]]
+        more = len(s["elsewhere"]) - len(listed)
+        lines += ["Pairs left out, since their photos show different places:", "", *listed]
+        lines += [*([f"- and {more} more"] if more else []), ""]
     if s["skipped"]:
         lines += ["Skipped:", "", *(f"- {reason}" for reason in s["skipped"].values()), ""]
     lines += [

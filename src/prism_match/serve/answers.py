@@ -86,8 +86,9 @@ class Answer:
             }
             for fit in self.estimates
         ]
-        if fits:
+        if fits:  # who wants to know of the geometry of the pair can wait for some milliseconds
             values["geometry"] = fits[0] if len(fits) == 1 else fits
+            values["same_place"] = m.same_place
         if m.details is not None:
             keep = {"keep0": m.details.keep0, "keep1": m.details.keep1}
             values["details"] = {k: v.astype(int) for k, v in keep.items()}

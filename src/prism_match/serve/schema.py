@@ -58,6 +58,9 @@ class Matched(BaseModel):
     time: Times
     batch: int = Field(description="Requests that were matched together.")
     geometry: Geometry | list[Geometry] | None = Field(None, description="Where it was asked for.")
+    same_place: float | None = Field(
+        None, description="With a geometry: how likely both images show one place, where that is known."
+    )
     details: Details | None = Field(None, description="Where they were asked for.")
     previews: list[str] | None = Field(None, description="PNG in base64, where they were asked for.")
 

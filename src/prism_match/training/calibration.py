@@ -65,7 +65,7 @@ def calibrate(matcher: PairMatcher, sources: Sequence[PairSource], config: Calib
         fits[name] = Regression.fit(terms, errors)
         report[name] = held_out(terms, errors, pair)
     assert matcher.info.sha256 is not None
-    return Calibration(matcher.info.sha256, SUBPIXEL_SHA256, **fits, fitted=report)
+    return Calibration(matcher.info.sha256, SUBPIXEL_SHA256, fits["matches"], fits["points"], fitted=report)
 
 
 def drawn(sources: Sequence[PairSource], config: CalibrationConfig) -> Iterator[PairBatch]:
