@@ -203,6 +203,18 @@ def test_a_detail_meets_the_whole(which: int, zoom: float, degrees: float) -> No
     assert counts[1] > 40 and counts[1] > 2 * counts[0], counts
 
 
+def test_a_small_piece_is_found_in_a_large_image() -> None:
+    """Cut out of it, and so with as many pixels for a thing: shrunk, it would have nothing left."""
+    image0 = texture(900, 800, 3)
+    homography = about_centre((900, 800), 6, 1.0, (100, 96))
+    homography[:2, 2] -= [150, -90]
+    piece = cv2.warpPerspective(image0, homography, (100, 96), flags=cv2.INTER_CUBIC)
+    plain = SiftMatcher(size=320).match(image0, piece)
+    found = SiftMatcher(size=320, tiles="auto", rotate="never").match(image0, piece)
+    right, before = (int((errors(m, homography) < 1.5).sum()) for m in (found, plain))
+    assert before < 8 and right > 20 and right > 0.8 * len(found), (before, right, len(found))
+
+
 def test_small_images_are_matched_as_ever(photo: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"config": PRESETS["tiny"].replace(theta_c=0.0), "device": "cpu", "size": 160}
     photo = cv2.resize(photo, (160, 128), interpolation=cv2.INTER_AREA)

@@ -45,6 +45,7 @@ STRETCHED = 6  # times as far one way as the other is no map, but chance
 SAME_SCALE = 1.25  # tiles whose scales differ by less from those of the last pass would bring next to nothing
 RATIOS = (2, 4, 8)  # by which one image is shrunk where they hardly match
 PARTS_RATIO, PARTS_SCALE, LEAST_GAIN = 3, 2.0, 1.5  # the same where the other is seen in parts, finer by this
+SMALL = 0.75  # of the longer side of such a part: an image no longer than this is also tried as it is
 # So many matches that fit one affine map are no chance; an image of which so few match, or so small a share
 # of its cells, may match better at another scale.
 CONVINCING, FEW, SHARE = 8, 16, 0.01
@@ -204,7 +205,8 @@ class ScaleSearch:
 
     def in_parts(self, matcher: PairMatcher) -> Iterator[Pass]:
         """What shows an eighth of the other image is tiny there: each image at a third of its size, against
-        nine quarters of the other, which overlap by half, at twice the scale."""
+        nine quarters of the other, which overlap by half, at twice the scale. An image that is small by
+        itself, as one that was cut out is, would have nothing left then, and is tried larger first."""
         for which in (0, 1):
             other, view = self.images[1 - which], self.views[1 - which]
             scale = min(1.0, PARTS_SCALE * view.scale)
@@ -215,7 +217,9 @@ class ScaleSearch:
             for left, top in product(*starts):
                 box = _box(np.array([left, top]), np.array([left + half[0], top + half[1]]) - 1, other.size)
                 (features,) = matcher.extract_prepared([matcher.prepare(other.part(box, scale))])
-                yield from self.against(View(box, features), which, PARTS_RATIO, matcher)
+                sides = [max(f.prepared.gray.shape) for f in (self.views[which].features, features)]
+                for ratio in range(1 if sides[0] <= SMALL * sides[1] else PARTS_RATIO, PARTS_RATIO + 1):
+                    yield from self.against(View(box, features), which, ratio, matcher)
 
     def against(self, wide: View, which: int, ratio: int, matcher: PairMatcher) -> Iterator[Pass]:
         """The image of that number, shrunk, against a view of the other; nothing if it is too small for that.
