@@ -177,6 +177,8 @@ def main() -> None:
             )
     below = {kind: float((held_out[kinds == kind] < 0.1).mean()) for kind in KINDS if (kinds == kind).any()}
     print("below 0.1: " + ", ".join(f"{kind} {share:.1%}" for kind, share in below.items()))
+    ships = probability(rows)
+    print(f"what ships, here: ROC {roc(ships, same):.3f}, error {calibration_error(ships, same):.3f}")
     fitted = logistic(rows, same, 30, RIDGE)
     print("coefficients", " ".join(f"{x:.3f}" for x in fitted))
     if args.write is not None:

@@ -17,7 +17,7 @@ from prism_match.maps.landmarks import SfmMap
 from prism_match.maps.localization import Query, localize
 from prism_match.maps.reconstruction import SfmOptions, reconstruct
 from prism_match.matches import Matches
-from prism_match.places import GRID, coverage, terms
+from prism_match.places import terms
 
 
 def of_one_place(n: int = 400, seed: int = 0) -> Matches:
@@ -70,17 +70,6 @@ def test_files_know_it_too(suffix: str, tmp_path: Path) -> None:
     m.save(tmp_path / f"m{suffix}")
     assert Matches.load(tmp_path / f"m{suffix}").same_place == m.same_place
     assert m.filter(top=20).same_place != m.same_place  # of fewer matches it is told anew
-
-
-def test_chance_leaves_holes() -> None:
-    cell = 832 / GRID
-    row = np.array([[(n + 0.5) * cell, 0.5 * cell] for n in range(GRID)])
-    assert coverage(row, (400, 300)) == (GRID, 1.0)
-    corners = np.array([[0.5, 0.5], [4.5, 0.5], [0.5, 4.5], [4.5, 4.5]]) * cell
-    assert coverage(corners, (300, 400)) == (4, 4 / 25)
-    assert coverage(np.zeros((0, 2)), (300, 400)) == (0, 0.0)
-    beyond = np.array([[831.9, 700.0]])  # a little outside, as rounding has it
-    assert coverage(beyond, (400, 300)) == (1, 1.0)
 
 
 def believed(m: Matches, certainty: float) -> Matches:

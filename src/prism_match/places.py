@@ -1,15 +1,15 @@
 """Whether two photos show the same place at all.
 
 Photos of different places have matches, too, and some of them agree with one geometry: the more alike the
-places, the more. What tells are how many agree, how large a share of all of them that is, how much of the
-photos they cover and how densely, and how far each can be believed. A small regression on these, fitted on
-photos of landmarks (`benchmarks/places.py`), makes a probability of it."""
+places, the more. What tells are how many agree, how large a share of all of them that is, and how far each
+can be believed. A small regression on these, fitted on photos of landmarks (`benchmarks/places.py`), makes a
+probability of it. How much of the photos they cover, and how densely, tells nothing beyond that, and neither
+does how much of them was pruned."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import cv2
 import numpy as np
 
 from prism_match.certainty import shipped
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 SIDE = 832  # pixels that the longer side of a photo counts as, so that its size does not matter
 OFF = 1.5  # of these pixels by which a match may miss its epipolar line
 ITERATIONS = 2000
-GRID = 16  # cells along the longer side, to tell what is covered
 
 
 def same_place(matches: Matches) -> float:
@@ -46,31 +45,14 @@ def terms(matches: Matches) -> np.ndarray:
     agree = fit.inliers
     agreeing = certainty[agree].sum()
     scores = matches.scores[agree].astype(np.float64)
-    sizes = (matches.size0, matches.size1)
-    covered, filled = zip(*(coverage(p[agree], s) for p, s in zip(points, sizes, strict=True)), strict=True)
     return np.array([
         1.0,
         np.log1p(agreeing),
         logit((agreeing + 0.5) / (certainty.sum() + 1)),
         logit((agreeing + 0.5) / (agree.sum() + 1)),
         logit((scores.sum() + 0.5) / (len(scores) + 1)),
-        np.log1p(min(covered)),
-        min(filled),
     ])  # fmt: skip
 
 
 def logit(share: float) -> float:
     return float(np.log(share / (1 - share)))
-
-
-def coverage(points: np.ndarray, size: tuple[int, int]) -> tuple[int, float]:
-    """Of a photo: in how many cells of a grid there are points (n 2), and which share of the cells within
-    their outline that is. Chance leaves holes."""
-    columns, rows = (max(1, -(-n * GRID // max(size))) for n in size)
-    cells = np.floor(points * (GRID / SIDE)).astype(np.int32).clip(0, [columns - 1, rows - 1])
-    taken, within = np.zeros((2, rows, columns), np.uint8)
-    if not len(cells):
-        return 0, 0.0
-    taken[cells[:, 1], cells[:, 0]] = 1
-    cv2.fillConvexPoly(within, cv2.convexHull(cells), 1)
-    return int(taken.sum()), float(taken.sum() / (within | taken).sum())
