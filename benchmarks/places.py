@@ -22,6 +22,7 @@ import numpy as np
 from prism_match import Matcher, Matches
 from prism_match.certainty import Calibration, calibration_error, logistic
 from prism_match.colmap_model import read_model
+from prism_match.config import UNLIKELY
 from prism_match.files import short_hash
 from prism_match.images import load_image
 from prism_match.maps.retrieval import describe_files
@@ -175,8 +176,10 @@ def main() -> None:
             print(
                 f"  {low:.1f} to {min(high, 1):.1f}: {some.sum():4} pairs, {same[some].mean():6.1%} the same"
             )
-    below = {kind: float((held_out[kinds == kind] < 0.1).mean()) for kind in KINDS if (kinds == kind).any()}
-    print("below 0.1: " + ", ".join(f"{kind} {share:.1%}" for kind, share in below.items()))
+    below = {
+        kind: float((held_out[kinds == kind] < UNLIKELY).mean()) for kind in KINDS if (kinds == kind).any()
+    }
+    print(f"below {UNLIKELY}: " + ", ".join(f"{kind} {share:.1%}" for kind, share in below.items()))
     ships = probability(rows)
     print(f"what ships, here: ROC {roc(ships, same):.3f}, error {calibration_error(ships, same):.3f}")
     fitted = logistic(rows, same, 30, RIDGE)
