@@ -1,5 +1,5 @@
-"""Makes the pictures of docs/align.md and docs/video.md with the shipped weights, and prints what was
-measured on the way.
+"""Makes the pictures of docs/align.md, video.md, certainty.md and tiles.md with the shipped weights, and
+prints what was measured on the way.
 
 The motorcycle and the portrait come with the package; the photos that a room is painted with come with
 scikit-image (pip install scikit-image): astronaut (NASA) and rocket (SpaceX) are in the public domain,
@@ -31,6 +31,8 @@ def main() -> None:
     show_alignments(Matcher(device="cpu", size=480))
     show_panorama(Matcher(device="cpu", size=400, rotate="never"))
     show_tracks(Matcher(device="cpu", size=256))
+    show_points(Matcher(device="cpu", size=480))
+    show_tiles(Matcher(device="cpu", size=320, tiles="auto", rotate="never"))
 
 
 def write(name: str, picture: np.ndarray) -> None:
@@ -139,6 +141,53 @@ def show_tracks(matcher: Matcher) -> None:
             tracks.plot(frames[middle], middle, most=200), None, fx=2, fy=2, interpolation=cv2.INTER_CUBIC
         ),
     )
+
+
+def show_points(matcher: Matcher) -> None:
+    """Points of the left photo of the motorcycle, where they are in the right one, and how sure that is."""
+    pair = BUNDLED["motorcycle"]
+    points = np.array([
+        [120, 110], [330, 60], [590, 90], [18, 300], [175, 330], [300, 330], [420, 250], [480, 160],
+        [560, 330], [660, 250], [360, 440], [700, 450],
+    ], float)  # fmt: skip
+    found = matcher.locate(*pair.photos, points)
+    errors = pair.errors(points, found.points1)
+    left, right = (load_image(p).rgb.copy() for p in pair.photos)
+    colours = viz.red_to_green(found.certainty)
+    for n, (at0, at1, colour) in enumerate(zip(points, found.points1, colours, strict=True)):
+        told = f"{n + 1}: not visible"
+        if np.isfinite(at1).all():
+            told = f"{n + 1}: {found.certainty[n]:.0%}, {found.sigma[n]:.1f} px"
+            cv2.circle(right, np.rint(at1).astype(int).tolist(), 5, colour, 2, cv2.LINE_AA)
+            label(right, told, at1)
+        cv2.circle(left, np.rint(at0).astype(int).tolist(), 5, (255, 255, 255), 2, cv2.LINE_AA)
+        label(left, str(n + 1), at0)
+        print(f"point {told}; off by {errors[n]:.2f} px")
+    write("points", viz.side_by_side(left, right))
+
+
+def label(picture: np.ndarray, text: str, at: np.ndarray) -> None:
+    """To the right of a point, on black; to the left where there is no room."""
+    width = 6 * len(text) + 10
+    x, y = np.rint(at).astype(int).tolist()
+    x = x + 8 if x + 8 + width <= picture.shape[1] else x - 8 - width
+    cv2.rectangle(picture, (x, y - 8), (x + width, y + 8), (0, 0, 0), -1)
+    viz.put_text(picture, text, (x + 3, y + 5), (255, 255, 255), 0.45)
+
+
+def show_tiles(matcher: Matcher) -> None:
+    """A small piece of a large picture."""
+    names = ("astronaut", "coffee", "rocket", "chelsea")
+    photos = [cv2.resize(getattr(data, n)(), (640, 640), interpolation=cv2.INTER_AREA) for n in names]
+    wall = np.vstack([np.hstack(photos[:2]), np.hstack(photos[2:])])
+    to_piece = np.array([[0.96, -0.28, -620], [0.28, 0.96, -560], [0, 0, 1]])
+    piece = cv2.warpPerspective(wall, to_piece, (200, 160), flags=cv2.INTER_AREA)
+    for name, some in (("tiles", matcher), ("one pass", matcher.adjusted(tiles=None))):
+        matches = some.match(wall, piece)
+        errors = np.linalg.norm(warp_points(matches.keypoints0, to_piece) - matches.keypoints1, axis=1)
+        print(f"{name}: {np.sum(errors < 3)} of {len(matches)} matches within 3 px")
+        if name == "tiles":
+            write(name, matches.filter(spread=60).plot(image0=wall, image1=piece, longer_side=640))
 
 
 if __name__ == "__main__":
