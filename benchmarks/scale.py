@@ -37,6 +37,7 @@ from prism_match.engine.shards import Job, Shard, Shards, write_shard
 from prism_match.evaluation.report import Table
 from prism_match.matches import Matches
 
+WORKERS = 64  # that a long list is handed to
 ASSETS = Path(__file__).parents[1] / "src" / "prism_match" / "assets"
 
 
@@ -181,20 +182,28 @@ def driver(args: argparse.Namespace, folder: Path) -> None:
     began = time.process_time()
     listed = PairList.read(path)
     times["read the list"] = time.process_time() - began
-    began = time.process_time()
-    shards = Shards(listed.pairs)
-    times["find their order"] = time.process_time() - began
     told = []
     for size in (1000, 4000):
         began = time.process_time()
-        shards.begun, count, seen = 0, 0, 0
+        shards = Shards(listed.pairs)
+        times["find their order"] = time.process_time() - began
+        began = time.process_time()
+        count, seen, fetched = 0, 0, 0
+        at_hand: dict[int, set[str]] = {}  # photos of the shard before, by worker
         while shards.left:
-            rows = shards.take(64)
+            worker = count % WORKERS
+            rows = shards.take(worker, WORKERS)
             shard = make_shard(listed.pairs[rows], listed.names)
             shards.measured(len(rows), shards.seconds / size * len(rows))
-            count, seen = count + 1, seen + len(shard.names)
+            photos = set(shard.names)
+            count, seen = count + 1, seen + len(photos)
+            fetched += len(photos - at_hand.get(worker, set()))
+            at_hand[worker] = photos
         times[f"cut them into shards of up to {size}"] = time.process_time() - began
-        told.append(f"{count} shards of up to {size}; a photo is in {seen / len(listed.names):.2f} of them")
+        told.append(
+            f"{count} shards of up to {size}; a photo is in {seen / len(listed.names):.2f} of them, and "
+            f"fetched {fetched / len(listed.names):.2f} times"
+        )
     rows = [[what, f"{seconds:.1f} s", f"{1e6 * seconds / len(listed.pairs):.1f} us"]
             for what, seconds in times.items()]  # fmt: skip
     title = f"{len(listed.pairs)} pairs of {len(listed.names)} photos, {path.stat().st_size / 2**20:.0f} MiB"
