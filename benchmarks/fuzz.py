@@ -818,9 +818,7 @@ TARGETS: dict[str, Target] = {
     "COLMAP model": Target(10, colmap_model, open_model, ("in/text/*", "in/sparse/0/*")),
     "poses": Target(2, colmap_model, open_model, ("in/*.*",)),
     "depth of a model": Target(1, colmap_model, make_depth, ("in/text/*", "in/sparse/0/*")),
-    "real pairs": Target(
-        3, colmap_model, learn_from_model, ("in/text/*", "in/sparse/0/*", "in/images/*")
-    ),
+    "real pairs": Target(3, colmap_model, learn_from_model, ("in/text/*", "in/sparse/0/*", "in/images/*")),
     "database": Target(0.3, database, add_to_database),
     "depth map": Target(5, depth_maps, read_depth),
     "pairs with poses": Target(4, pair_list, score_pairs, ("in/pairs.txt",)),

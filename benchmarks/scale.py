@@ -194,7 +194,7 @@ def driver(args: argparse.Namespace, folder: Path) -> None:
             worker = count % WORKERS
             rows = shards.take(worker, WORKERS)
             shard = make_shard(listed.pairs[rows], listed.names)
-            shards.measured(len(rows), shards.seconds / size * len(rows))
+            shards.measured(len(rows), shards.seconds / size * len(rows), worker)
             photos = set(shard.names)
             count, seen = count + 1, seen + len(photos)
             fetched += len(photos - at_hand.get(worker, set()))

@@ -234,7 +234,7 @@ def hand_out(crew: Crew, shards: Shards, describe: Callable[[np.ndarray], Shard]
                     reasons = "; ".join(dict.fromkeys(attempt.failures))
                     yield Done(attempt.rows, None, f"failed {ATTEMPTS} times: {reasons}")
                 continue
-            shards.measured(len(attempt.rows), result.seconds)
+            shards.measured(len(attempt.rows), result.seconds, worker)
             yield Done(attempt.rows, result)
 
 
@@ -263,8 +263,9 @@ class Crew:
 
     def __exit__(self, *_: object) -> None:
         """The cluster may stay when this run is over; copies of photos may not."""
-        if self._idle:
-            self.ray.wait([w.close.remote() for w in self._idle], num_returns=len(self._idle), timeout=CLOSING)
+        closing = [worker.close.remote() for worker in self._idle]
+        if closing:
+            self.ray.wait(closing, num_returns=len(closing), timeout=CLOSING)
         for worker in self._all:
             self.ray.kill(worker)
 

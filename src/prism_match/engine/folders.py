@@ -198,8 +198,12 @@ class RemoteFolder:
     def fetch(self, name: str, copies: Path) -> Path:
         data = self.read(name)
         number, path = tempfile.mkstemp(Path(name).suffix, dir=copies)
-        with open(number, "wb") as file:
-            file.write(data)
+        try:
+            with open(number, "wb") as file:
+                file.write(data)
+        except OSError:  # half of it would be in the way of others
+            os.unlink(path)
+            raise
         return Path(path)
 
 
@@ -239,8 +243,10 @@ class Fetcher:
 
     def _drop(self, name: str) -> None:
         def remove(future: Future[Path]) -> None:
-            if not future.cancelled() and future.exception() is None and self._copies in future.result().parents:
-                future.result().unlink(missing_ok=True)
+            if not future.cancelled() and future.exception() is None:
+                path = future.result()
+                if self._copies in path.parents:
+                    path.unlink(missing_ok=True)
 
         future = self._begun.pop(name)
         future.cancel()

@@ -179,9 +179,9 @@ def write_shard(
 
 
 class Shards:
-    """Pairs (n 2, numbers of photos) that are cut into shards as they are asked for. Each worker has a stretch
-    of them to itself, so that its next shard shares photos with the one before; who is through takes over
-    half of the longest stretch that is left."""
+    """Pairs (n 2, numbers of photos) that are cut into shards as they are asked for. Each worker has a
+    stretch of them to itself, so that its next shard shares photos with the one before; who is through takes
+    over half of the longest stretch that is left."""
 
     def __init__(self, pairs: np.ndarray, seconds: float = SECONDS_A_SHARD):
         self.pairs, self.seconds = pairs, seconds
@@ -189,13 +189,14 @@ class Shards:
         self.left = len(self.order)
         self._free: deque[range] | None = None  # stretches that are nobody's yet
         self._own: dict[Any, range] = {}  # of the order, by worker
-        self._costs: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
+        self._costs: dict[Any, deque[tuple[int, float]]] = {}  # pairs and seconds, by worker
+        self._rates: dict[Any, float] = {}  # pairs a second
 
     def take(self, worker: Any = None, workers: int = 1) -> np.ndarray:
         """Rows of the worker's next shard. Towards the end shards are smaller, so that nobody is left waiting
         for another."""
         own = self._own.get(worker) or self._take_over(workers)
-        size = self._size(own, workers)
+        size = self._size(worker, own, workers)
         self._own[worker] = own[size:]
         self.left -= size
         return self.order[own.start : own.start + size]
@@ -203,7 +204,7 @@ class Shards:
     def upcoming(self, worker: Any = None, workers: int = 1) -> np.ndarray:
         """Rows that are the worker's next, as far as one can tell."""
         own = self._own.get(worker, range(0))
-        return self.order[own.start : own.start + self._size(own, workers)]
+        return self.order[own.start : own.start + self._size(worker, own, workers)]
 
     def _take_over(self, workers: int) -> range:
         if self._free is None:
@@ -216,18 +217,24 @@ class Shards:
         self._own[other] = longest[:half]
         return longest[half:]
 
-    def _size(self, own: range, workers: int) -> int:
-        pairs, seconds = (sum(column) for column in zip(*self._costs, strict=True)) if self._costs else (0, 0)
-        most, least = float(FIRST), 1.0
-        if seconds:
-            most = self.seconds * pairs / seconds
-            least = min(most, SECONDS_AT_LEAST * pairs / seconds)
-        share = self.left if workers == 1 else max(self.left // (2 * workers), least)
-        return min(max(1, int(min(most, share, MOST))), len(own))
+    def _size(self, worker: Any, own: range, workers: int) -> int:
+        """By what pairs cost this worker: machines differ."""
+        rate = self._rates.get(worker)
+        if rate is None:
+            size = float(FIRST) if workers == 1 else min(FIRST, self.left / (2 * workers))
+        else:
+            seconds = self.seconds
+            if workers > 1:  # half of what is left for all of them to do
+                together = sum(self._rates.values()) / len(self._rates) * workers
+                seconds = min(seconds, max(SECONDS_AT_LEAST, self.left / together / 2))
+            size = seconds * rate
+        return min(max(1, int(min(size, MOST))), len(own))
 
-    def measured(self, pairs: int, seconds: float) -> None:
+    def measured(self, pairs: int, seconds: float, worker: Any = None) -> None:
         if pairs:
-            self._costs.append((pairs, seconds))
+            costs = self._costs.setdefault(worker, deque(maxlen=REMEMBERED))
+            costs.append((pairs, max(seconds, 1e-6)))
+            self._rates[worker] = sum(c[0] for c in costs) / sum(c[1] for c in costs)
 
 
 def walk(pairs: np.ndarray) -> np.ndarray:
