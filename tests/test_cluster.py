@@ -163,6 +163,23 @@ def test_workers_killed_at_random_moments(tmp_path, nodes, slow_job):
 
 
 @pytest.mark.slow
+def test_photos_and_store_at_an_address(tmp_path, nodes, monkeypatch):
+    """fsspec's name for files on this machine stands for any: photos are copied, nothing is locked."""
+    pytest.importorskip("fsspec")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    for _ in range(2):
+        nodes.add_node(**SMALL)
+    photos = write_photos(tmp_path / "photos", 8)
+    job = make_job(f"local://{photos}", f"local://{tmp_path}/far")
+    summary = match_pairs(make_list(8), job, where(nodes, 0.2), 0.2)
+    assert (summary.matched, summary.photos, summary.failed) == (28, {}, [])
+    match_pairs(make_list(8), replace(job, images=str(photos), store=str(tmp_path / "near")), None, 60.0)
+    assert contents(f"local://{tmp_path}/far") == contents(tmp_path / "near")
+    assert list((tmp_path / "temporary" / "prism-photos").iterdir()) == []
+
+
+@pytest.mark.slow
 def test_a_node_goes_and_another_comes(tmp_path, nodes, slow_job):
     first = nodes.add_node(**SMALL)
     thread, results = in_thread(lambda: match_pairs(make_list(14), slow_job, where(nodes), 0.5))

@@ -146,6 +146,31 @@ def test_photos_and_store_at_any_address(tmp_path, photos, monkeypatch):
         open_folder("nowhere://a/b")
 
 
+def test_a_store_on_another_machines_disk(tmp_path, photos, monkeypatch):
+    """fsspec's name for files on this machine stands for those that have folders, and rename."""
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setattr(folders, "COPIES", tmp_path / "copies")
+    job = make_job(f"local://{photos}", f"local://{tmp_path}/deep/store")
+    whole = fsspec.implementations.local.LocalFileSystem.pipe_file
+
+    def cut_short(self, path, data, **options):
+        dies = path.endswith(".h5")
+        whole(self, path, data[: len(data) // 2] if dies else data, **options)
+        if dies:
+            raise OSError(errno.EIO, "the line is dead")
+
+    monkeypatch.setattr(fsspec.implementations.local.LocalFileSystem, "pipe_file", cut_short)
+    with pytest.raises(UserError, match="the line is dead"):
+        run(make_list(3), job)
+    assert not list((tmp_path / "deep" / "store" / "shards").glob("[!.]*"))
+    assert open_folder(f"{job.store}/shards").names(".h5") == []
+    monkeypatch.setattr(fsspec.implementations.local.LocalFileSystem, "pipe_file", whole)
+    monkeypatch.setattr(match_pairs, "HEARTBEAT", 0.05)
+    assert run(make_list(3), job).matched == 3
+    run(make_list(3), make_job(photos, tmp_path / "here"))
+    assert contents(job.store) == contents(tmp_path / "here")
+
+
 def test_a_second_run_is_told(tmp_path, photos, monkeypatch):
     pytest.importorskip("fsspec")
     monkeypatch.setattr(match_pairs, "HEARTBEAT", 0.05)

@@ -4,6 +4,7 @@ credentials from the environment."""
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -20,6 +21,8 @@ REQUESTS = 8  # at a time, for photos: a network answers late rather than slowly
 LISTED_ABOVE = 500  # photos of a remote folder: fewer are asked for one by one
 # What changes with a remote file, by the names that file systems have for it; the first that there is.
 VERSIONS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "created")
+# Where a file is there once all of it is, and folders are nothing but names. Elsewhere files are renamed.
+OBJECTS = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory")
 # What the libraries behind fsspec raise is as varied as they are.
 ANY_REASON = Exception
 
@@ -130,6 +133,8 @@ class RemoteFolder:
             raise UserError(f"{address}: {error}") from error
         except ValueError as error:
             raise UserError(f"{address}: no such kind of address ({error})") from error
+        protocol = self.files.protocol
+        self.whole = not set(OBJECTS).isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}"
@@ -168,7 +173,8 @@ class RemoteFolder:
             return []
         except ANY_REASON as error:
             raise UserError(f"{self.address}: cannot be listed ({error})") from error
-        return sorted(name for path in listed if (name := path.rsplit("/", 1)[-1]).endswith(suffix))
+        found = (path.rsplit("/", 1)[-1] for path in listed)
+        return sorted(name for name in found if name.endswith(suffix) and not name.startswith("."))
 
     def inside(self, name: str) -> RemoteFolder:
         return RemoteFolder(f"{self.address}/{name}")
@@ -182,9 +188,16 @@ class RemoteFolder:
             raise UserError(f"{self.address}/{name}: cannot be read ({error})") from error
 
     def write(self, name: str, data: bytes) -> None:
-        """An object is there once all of it is."""
+        path = self._path(name)
+        parent, _, last = path.rpartition("/")
         try:
-            self.files.pipe_file(self._path(name), data)
+            if self.whole:
+                self.files.pipe_file(path, data)
+            else:
+                self.files.makedirs(parent, exist_ok=True)
+                temporary = f"{parent}/.{secrets.token_hex(4)}-{last}"
+                self.files.pipe_file(temporary, data)
+                self.files.mv(temporary, path)
         except ANY_REASON as error:
             raise CannotWrite(f"{self.address}/{name}: cannot be written ({error})") from error
 
