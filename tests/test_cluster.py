@@ -39,6 +39,8 @@ def match(image0, image1):
     (here / "pids").mkdir(exist_ok=True)
     (here / "pids" / str(os.getpid())).touch()
     time.sleep(0.05)
+    while (here / "hold").exists():
+        time.sleep(0.05)
     if (here / "fail").exists() and image0.shape[1] == 100:
         raise RuntimeError("no luck with this one")
     points = np.argwhere(image0[..., 0] > 128)[:50, ::-1].astype(np.float32)
@@ -182,10 +184,12 @@ def test_photos_and_store_at_an_address(tmp_path, nodes, monkeypatch):
 @pytest.mark.slow
 def test_a_node_goes_and_another_comes(tmp_path, nodes, slow_job):
     first = nodes.add_node(**SMALL)
+    (tmp_path / "hold").touch()  # or all might be done before the second one is there
     thread, results = in_thread(lambda: match_pairs(make_list(14), slow_job, where(nodes), 0.5))
     wait_for(lambda: len(pids(tmp_path)) == 1)
     second = nodes.add_node(**SMALL)
     wait_for(lambda: len(pids(tmp_path)) == 2)  # one that joins late has work
+    (tmp_path / "hold").unlink()
     nodes.remove_node(first, allow_graceful=False)
     thread.join(180)
     assert results and not results[0].failed and results[0].matched == 91
