@@ -34,7 +34,8 @@ def run(listed, job, seconds=60.0):
     return match_pairs.match_pairs(listed, job, None, seconds)
 
 
-def test_the_store_has_what_the_engine_finds(tmp_path, photos):
+def test_the_store_has_what_the_engine_finds(tmp_path, photos, monkeypatch):
+    monkeypatch.setattr(folders, "COPIES", tmp_path / "photos" / "0.png")  # of a folder nobody needs any
     listed = make_list(5)
     summary = run(listed, make_job(photos, tmp_path / "store"), seconds=0.01)
     assert (summary.pairs, summary.matched, summary.there) == (10, 10, 0)

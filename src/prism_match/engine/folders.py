@@ -58,7 +58,7 @@ class Folder(Protocol):
         """To be read, as h5py takes it."""
         ...
 
-    def fetch(self, name: str, copies: Path) -> Path:
+    def fetch(self, name: str, copies: Path | None) -> Path:
         """The file as one on this machine: a new one in `copies`, if it is elsewhere."""
         ...
 
@@ -113,7 +113,7 @@ class LocalFolder:
     def open(self, name: str) -> Path:
         return self.path / name
 
-    def fetch(self, name: str, copies: Path) -> Path:
+    def fetch(self, name: str, copies: Path | None) -> Path:
         """Where it is. It has been read once then, which may be what takes long, as on a network's disk."""
         with suppress(UserError):  # will be told by whoever needs it
             content_of(self.path / name)
@@ -208,7 +208,7 @@ class RemoteFolder:
     def open(self, name: str) -> IO[bytes]:
         return self.files.open(self._path(name), "rb")
 
-    def fetch(self, name: str, copies: Path) -> Path:
+    def fetch(self, name: str, copies: Path | None) -> Path:
         data = self.read(name)
         number, path = tempfile.mkstemp(Path(name).suffix, dir=copies)
         try:
@@ -226,8 +226,10 @@ class Fetcher:
 
     def __init__(self, folder: Folder):
         self.folder = folder
-        remove_left_copies()
-        self._copies = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=writable_folder(COPIES)))
+        self._copies: Path | None = None
+        if not isinstance(folder, LocalFolder):
+            remove_left_copies()
+            self._copies = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=writable_folder(COPIES)))
         self._pool = ThreadPoolExecutor(REQUESTS)
         self._begun: dict[str, Future[Path]] = {}
 
@@ -258,7 +260,7 @@ class Fetcher:
         def remove(future: Future[Path]) -> None:
             if not future.cancelled() and future.exception() is None:
                 path = future.result()
-                if self._copies in path.parents:
+                if path.parent == self._copies:
                     path.unlink(missing_ok=True)
 
         future = self._begun.pop(name)
@@ -267,7 +269,8 @@ class Fetcher:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
-        shutil.rmtree(self._copies, ignore_errors=True)
+        if self._copies is not None:
+            shutil.rmtree(self._copies, ignore_errors=True)
 
     def __enter__(self) -> Fetcher:
         return self
@@ -276,7 +279,8 @@ class Fetcher:
         self.close()
 
 
-COPIES = Path(tempfile.gettempdir()) / "prism-photos"  # folders in it have the number of their process
+# Of this user; folders in it have the number of their process.
+COPIES = Path(tempfile.gettempdir()) / f"prism-photos-{os.getuid()}"
 
 
 def remove_left_copies() -> None:
