@@ -48,6 +48,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from hostile_files import Intruder, mutate, png_claiming  # noqa: E402
 from rgbd_for_tests import write_sequence  # noqa: E402
+from synthetic_matcher import true_matches  # noqa: E402
 from synthetic_scene import Scene, make_scene  # noqa: E402
 
 from prism_match import Matcher, UserError, cli  # noqa: E402
@@ -198,6 +199,30 @@ def checkpoints(folder: Path) -> None:
               "training": TRAINING["tiny"].to_dict()}  # fmt: skip
     tensors = {f"{group}.{k}": v.clone() for group in ("model", "ema") for k, v in state.items()}
     save_checkpoint(folder / "in" / "run", 3, Checkpoint(tensors, values))
+
+
+def runs(folder: Path) -> None:
+    """What can be averaged: weights in one file and in several, and a run of training."""
+    checkpoints(folder)
+    shutil.move(folder / "in" / "run", folder / "run")
+    shutil.rmtree(folder / "in")
+    weights(folder)
+    shutil.move(folder / "run", folder / "in" / "run")
+
+
+def graphs(folder: Path) -> None:
+    """The cache of `Matcher(backend="onnx")`. What is in the graphs does not matter."""
+    kept_graphs(folder).write(SOME_GRAPHS)
+
+
+SOME_GRAPHS = {part: part.encode() * 100 for part in ("backbone", "mpms")}
+
+
+def kept_graphs(folder: Path) -> Any:
+    from prism_match.export.onnx.backend import kept_file
+
+    os.environ["XDG_CACHE_HOME"] = str(folder / "out")
+    return kept_file(tiny_matcher().info)
 
 
 def settings(folder: Path) -> None:
@@ -502,6 +527,50 @@ def show_weights(folder: Path, victim: Path) -> None:
     prism("info", folder / "in" / name, "--json")
 
 
+def average(folder: Path, _: Path) -> None:
+    inputs = folder / "in"
+    found = [inputs / "w.safetensors", inputs / "s.safetensors", inputs / "run"]
+    prism("average", *found, "-o", folder / "out" / "mean.safetensors")
+
+
+def read_graphs(folder: Path, _: Path) -> None:
+    """They are read as they were written, or written anew."""
+    kept = kept_graphs(folder)
+    if kept.read() is None:
+        kept.write(SOME_GRAPHS)
+    if kept.read() != SOME_GRAPHS:
+        raise ValueError("graphs that nobody wrote")
+
+
+class Knowing:
+    """In place of a matcher: knows the photos of the scene, and what is where in them."""
+
+    device = torch.device("cpu")
+
+    def adjusted(self, **_: Any) -> Knowing:
+        return self
+
+    def match(self, *photos: np.ndarray) -> Matches:
+        known = [cv2.imread(str(scene().root / "images" / name), 0) for name in scene().names]
+        first, second = (
+            min(range(len(known)), key=lambda n: cv2.norm(cv2.resize(photo, known[n].shape[::-1]), known[n]))
+            for photo in photos
+        )
+        points = [x.astype(np.float32) for x in true_matches(scene(), first, second)]
+        sizes = [photo.shape[1::-1] for photo in photos]
+        return Matches(*points, np.ones(len(points[0]), np.float32), *sizes)
+
+
+def learn_from_model(folder: Path, victim: Path) -> None:
+    """What `train-subpixel --colmap` reads, and a step's examples of it."""
+    import prism_match.training.consensus as consensus
+
+    consensus.SHARED = 15  # of the scene's 60 points
+    kind = "text" if victim.parent.name == "text" else "sparse/0"
+    pairs = consensus.ConsensusPairs([folder / "in" / kind], Knowing())  # type: ignore[arg-type]
+    pairs.sample(2, 16, torch.Generator().manual_seed(0))
+
+
 def convert(folder: Path, victim: Path) -> None:
     source = folder / "in" / "run" if "run" in victim.parts else victim
     words = [] if "run" in victim.parts else ["--config", "tiny"]
@@ -742,11 +811,14 @@ TARGETS: dict[str, Target] = {
     "sfm that goes on": Target(4, begun_sfm, go_on_with_sfm, ("out/**/*",)),
     "weights": Target(7, weights, show_weights),
     "checkpoint": Target(5, checkpoints, convert),
+    "average": Target(3, runs, average),
+    "graphs": Target(2, graphs, read_graphs, ("out/**/*",)),
     "model settings": Target(5, settings, show_settings),
     "training settings": Target(3, training_settings, read_training_settings),
     "COLMAP model": Target(10, colmap_model, open_model, ("in/text/*", "in/sparse/0/*")),
     "poses": Target(2, colmap_model, open_model, ("in/*.*",)),
     "depth of a model": Target(1, colmap_model, make_depth, ("in/text/*", "in/sparse/0/*")),
+    "real pairs": Target(3, colmap_model, learn_from_model, ("in/text/*", "in/sparse/0/*", "in/images/*")),
     "database": Target(0.3, database, add_to_database),
     "depth map": Target(5, depth_maps, read_depth),
     "pairs with poses": Target(4, pair_list, score_pairs, ("in/pairs.txt",)),

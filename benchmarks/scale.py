@@ -37,6 +37,7 @@ from prism_match.engine.shards import Job, Shard, Shards, write_shard
 from prism_match.evaluation.report import Table
 from prism_match.matches import Matches
 
+WORKERS = 64  # that a long list is handed to
 ASSETS = Path(__file__).parents[1] / "src" / "prism_match" / "assets"
 
 
@@ -63,8 +64,9 @@ def main() -> None:
 
 
 def throughput(args: argparse.Namespace, folder: Path) -> None:
-    files = write_photos(folder / "photos", args.photos, 2 * args.size)
-    listed = PairList(list(files), np.stack(np.triu_indices(args.photos, 1), axis=1))
+    # Other photos each time: workers keep what they know of them.
+    sets = [write_photos(folder / "photos", n, args.photos, 2 * args.size) for n in range(args.repeat + 1)]
+    lists = [PairList(list(x), np.stack(np.triu_indices(args.photos, 1), axis=1)) for x in sets]
     config = None if args.model_config is None else load_model_config(args.model_config).to_dict()
     settings = MatcherSettings(config=config, size=args.size, rotate="never")
     resizing = Resize.largest(args.size)
@@ -72,23 +74,24 @@ def throughput(args: argparse.Namespace, folder: Path) -> None:
     method = Prism(settings.open())
     engine_settings = json.loads(json.dumps(Engine(method, resizing).settings))
     job = Job("prism", settings.to_json(), resizing, engine_settings, str(folder / "photos"), threads=1)
-    names = [(listed.names[a], listed.names[b]) for a, b in listed.pairs]
+    pairs = len(lists[0].pairs)
 
     def here(n: int) -> Cost:
         engine = Engine(method, resizing, Limits())
+        names = [(lists[n].names[a], lists[n].names[b]) for a, b in lists[n].pairs]
         began = Cost.now()
         with MatchStore(folder / f"local{n}.h5", engine.settings) as matches:
-            for _ in engine.match(files, names, matches):
+            for _ in engine.match(sets[n], names, matches):
                 pass
-        return began.since(len(names))
+        return began.since(pairs)
 
-    def there(crew: Crew) -> Cost:
-        """Into one store, again and again: nobody looks here what is there already."""
+    def there(n: int, crew: Crew) -> Cost:
+        listed = lists[n]
         shards = Shards(listed.pairs, args.shard)
         began = Cost.now()
         done = hand_out(crew, shards, lambda rows: make_shard(listed.pairs[rows], listed.names))
-        assert sum(x.result.done for x in done if x.result) == len(names)
-        return began.since(len(names))
+        assert sum(x.result.done for x in done if x.result) == pairs
+        return began.since(pairs)
 
     claim_settings(open_folder(folder / "ray"), job.settings)
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # Ray's 15 would let other programs go first
@@ -101,11 +104,11 @@ def throughput(args: argparse.Namespace, folder: Path) -> None:
             for task in crew.wait({}):
                 crew.opened(task)
         print(f"Ray started, models loaded: {time.perf_counter() - began:.1f} s")
-        here(-1), there(crew)  # to warm up
+        here(0), there(0, crew)  # to warm up
         costs: dict[str, list[Cost]] = {"one process": [], "Ray": []}
-        for n in range(args.repeat):
+        for n in range(1, args.repeat + 1):
             costs["one process"].append(here(n))
-            costs["Ray"].append(there(crew))
+            costs["Ray"].append(there(n, crew))
             print({k: [round(1000 * x, 1) for x in v[-1]] for k, v in costs.items()}, flush=True)
     rows = []
     for name, measured in costs.items():
@@ -115,7 +118,7 @@ def throughput(args: argparse.Namespace, folder: Path) -> None:
             f"{1 / statistics.median(seconds):.2f}", f"{1 / max(seconds):.2f} to {1 / min(seconds):.2f}",
             f"{1000 * statistics.median(cpu):.0f} ms", f"{1000 * min(cpu):.0f} to {1000 * max(cpu):.0f} ms",
         ])  # fmt: skip
-    title = f"{len(names)} pairs of {args.photos} photos at {args.size} px, {args.repeat} times"
+    title = f"{pairs} pairs of {args.photos} photos at {args.size} px, {args.repeat} times"
     print(Table(title, ["", "pairs/s, median", "range", "CPU a pair, median", "range"], rows))
     for kind in ("seconds", "cpu"):
         local, far = (statistics.median(getattr(c, kind) for c in v) for v in costs.values())
@@ -153,18 +156,18 @@ def cpu_seconds() -> dict[int, float]:
     return {n: taken[n] for n in mine}
 
 
-def write_photos(folder: Path, count: int, side: int) -> dict[str, Path]:
-    """Views of the bundled photo that overlap."""
-    folder.mkdir()
+def write_photos(folder: Path, seed: int, count: int, side: int) -> dict[str, Path]:
+    """Views of the bundled photo that overlap, in a folder below."""
+    (folder / str(seed)).mkdir(parents=True)
     photo = cv2.imread(str(ASSETS / "astronaut0.jpg"))
     cut = int(0.7 * min(photo.shape[:2]))
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     files = {}
     for n in range(count):
         x, y = (int(rng.integers(length - cut)) for length in (photo.shape[1], photo.shape[0]))
         view = cv2.resize(photo[y : y + cut * 3 // 4, x : x + cut], (side, side * 3 // 4))
-        files[f"{n}.jpg"] = folder / f"{n}.jpg"
-        cv2.imwrite(str(files[f"{n}.jpg"]), view)
+        files[f"{seed}/{n}.jpg"] = folder / str(seed) / f"{n}.jpg"
+        cv2.imwrite(str(files[f"{seed}/{n}.jpg"]), view)
     return files
 
 
@@ -181,20 +184,28 @@ def driver(args: argparse.Namespace, folder: Path) -> None:
     began = time.process_time()
     listed = PairList.read(path)
     times["read the list"] = time.process_time() - began
-    began = time.process_time()
-    shards = Shards(listed.pairs)
-    times["find their order"] = time.process_time() - began
     told = []
     for size in (1000, 4000):
         began = time.process_time()
-        shards.begun, count, seen = 0, 0, 0
+        shards = Shards(listed.pairs)
+        times["find their order"] = time.process_time() - began
+        began = time.process_time()
+        count, seen, fetched = 0, 0, 0
+        at_hand: dict[int, set[str]] = {}  # photos of the shard before, by worker
         while shards.left:
-            rows = shards.take(64)
+            worker = count % WORKERS
+            rows = shards.take(worker, WORKERS)
             shard = make_shard(listed.pairs[rows], listed.names)
-            shards.measured(len(rows), shards.seconds / size * len(rows))
-            count, seen = count + 1, seen + len(shard.names)
+            shards.measured(len(rows), shards.seconds / size * len(rows), worker)
+            photos = set(shard.names)
+            count, seen = count + 1, seen + len(photos)
+            fetched += len(photos - at_hand.get(worker, set()))
+            at_hand[worker] = photos
         times[f"cut them into shards of up to {size}"] = time.process_time() - began
-        told.append(f"{count} shards of up to {size}; a photo is in {seen / len(listed.names):.2f} of them")
+        told.append(
+            f"{count} shards of up to {size}; a photo is in {seen / len(listed.names):.2f} of them, and "
+            f"fetched {fetched / len(listed.names):.2f} times"
+        )
     rows = [[what, f"{seconds:.1f} s", f"{1e6 * seconds / len(listed.pairs):.1f} us"]
             for what, seconds in times.items()]  # fmt: skip
     title = f"{len(listed.pairs)} pairs of {len(listed.names)} photos, {path.stat().st_size / 2**20:.0f} MiB"

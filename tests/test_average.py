@@ -11,7 +11,7 @@ from prism_match.cli import app
 from prism_match.config import PRESETS
 from prism_match.model.prism import PRISM
 from prism_match.weights import load_model, weights_info
-from prism_match.weights.store import export_weights
+from prism_match.weights.store import export_weights, write_tensors
 
 
 def weights(path: Path, seed: int, preset: str = "tiny") -> dict[str, torch.Tensor]:
@@ -53,3 +53,21 @@ def test_what_has_no_mean_is_told_and_nothing_written(tmp_path: Path) -> None:
         code, text = run(*words)
         assert code != 0 and told in text
     assert not out.exists()
+
+
+def test_settings_that_are_none_are_told(tmp_path: Path) -> None:
+    one, other, out = (tmp_path / f"{name}.safetensors" for name in ("one", "other", "out"))
+    state = weights(one, 0)
+    write_tensors(other, state, {"config": "true"})
+    for files in ((one, other), (other, one)):
+        code, text = run(*files, "-o", out)
+        assert code != 0 and "other.safetensors: its settings are not those of a PRISM model" in text
+
+
+def test_pieces_that_do_not_make_a_tensor_are_told(tmp_path: Path) -> None:
+    one, other, out = (tmp_path / f"{name}.safetensors" for name in ("one", "other", "out"))
+    weights(one, 0)
+    for piece in ("a//part", "a//part00000//", "a//part00000//2x3", "a//part00000//many", "a//part//part"):
+        write_tensors(other, {piece: torch.zeros(5)}, {"config": "{}"})
+        code, text = run(one, other, "-o", out)
+        assert code != 0 and "other.safetensors: not a file of PRISM weights" in text

@@ -39,6 +39,8 @@ def match(image0, image1):
     (here / "pids").mkdir(exist_ok=True)
     (here / "pids" / str(os.getpid())).touch()
     time.sleep(0.05)
+    while (here / "hold").exists():
+        time.sleep(0.05)
     if (here / "fail").exists() and image0.shape[1] == 100:
         raise RuntimeError("no luck with this one")
     points = np.argwhere(image0[..., 0] > 128)[:50, ::-1].astype(np.float32)
@@ -163,12 +165,32 @@ def test_workers_killed_at_random_moments(tmp_path, nodes, slow_job):
 
 
 @pytest.mark.slow
+def test_photos_and_store_at_an_address(tmp_path, nodes, monkeypatch):
+    """fsspec's name for files on this machine stands for any: photos are copied, nothing is locked."""
+    pytest.importorskip("fsspec")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    for _ in range(2):
+        nodes.add_node(**SMALL)
+    photos = write_photos(tmp_path / "photos", 8)
+    job = make_job(f"local://{photos}", f"local://{tmp_path}/far")
+    summary = match_pairs(make_list(8), job, where(nodes, 0.2), 0.2)
+    assert (summary.matched, summary.photos, summary.failed) == (28, {}, [])
+    match_pairs(make_list(8), replace(job, images=str(photos), store=str(tmp_path / "near")), None, 60.0)
+    assert contents(f"local://{tmp_path}/far") == contents(tmp_path / "near")
+    copies = [p for p in (tmp_path / "temporary").iterdir() if p.name.startswith("prism-photos")]
+    assert len(copies) == 1 and not list(copies[0].iterdir())
+
+
+@pytest.mark.slow
 def test_a_node_goes_and_another_comes(tmp_path, nodes, slow_job):
     first = nodes.add_node(**SMALL)
+    (tmp_path / "hold").touch()  # or all might be done before the second one is there
     thread, results = in_thread(lambda: match_pairs(make_list(14), slow_job, where(nodes), 0.5))
     wait_for(lambda: len(pids(tmp_path)) == 1)
     second = nodes.add_node(**SMALL)
     wait_for(lambda: len(pids(tmp_path)) == 2)  # one that joins late has work
+    (tmp_path / "hold").unlink()
     nodes.remove_node(first, allow_graceful=False)
     thread.join(180)
     assert results and not results[0].failed and results[0].matched == 91

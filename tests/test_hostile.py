@@ -101,6 +101,8 @@ def test_archives_that_unpack_to_too_much_are_refused(
     assert (tmp_path / "bomb.npz").stat().st_size < 10_000
     with pytest.raises(ValueError, match="unpacks to more"):
         load_arrays(tmp_path / "bomb.npz")
+    np.savez(tmp_path / "large.npz", x=np.zeros(2**18))
+    assert load_arrays(tmp_path / "large.npz")["x"].shape == (2**18,)
 
 
 def test_images_that_claim_too_much_have_no_size(tmp_path: Path) -> None:
@@ -224,10 +226,19 @@ def test_descriptors_of_another_length_are_made_anew(tmp_path: Path) -> None:
     files = sorted(tmp_path.glob("*.png"))
     good, _ = describe_files(matcher, files, tmp_path / "d.npz")
     stored = load_arrays(tmp_path / "d.npz")
-    first = sorted(stored)[0]
-    np.savez(tmp_path / "d.npz", **stored | {first: np.zeros((3, 3))})
-    again, _ = describe_files(matcher, files, tmp_path / "d.npz")
-    assert all((again[path] == good[path]).all() for path in files)
+    for damage in (
+        {"descriptors": np.zeros((3, 3))},
+        {"descriptors": stored["descriptors"][:, :-1]},
+        {"descriptors": stored["descriptors"].astype(np.float64)},
+        {"keys": stored["keys"][:1]},
+        {"keys": np.array([b"\xff", b"\xfe"])},
+        {"keys": np.arange(2)},
+    ):
+        np.savez(tmp_path / "d.npz", **stored | damage)
+        again, _ = describe_files(matcher, files, tmp_path / "d.npz")
+        assert all((again[path] == good[path]).all() for path in files)
+    np.savez(tmp_path / "d.npz", a=np.zeros(3))
+    assert describe_files(matcher, files, tmp_path / "d.npz")[0].keys() == good.keys()
 
 
 def test_parts_of_an_archive_that_are_no_arrays_are_told(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from pairs_on_disk import CRASHING, contents, make_job, make_list, write_photos
 
-from prism_match.engine import Engine, MatchStore, Resize, folders, match_pairs
+from prism_match.engine import Engine, MatchStore, Resize, folders, match_pairs, shards
 from prism_match.engine.folders import open_folder
 from prism_match.engine.match_pairs import PairList
 from prism_match.engine.methods import Sift
@@ -33,7 +34,8 @@ def run(listed, job, seconds=60.0):
     return match_pairs.match_pairs(listed, job, None, seconds)
 
 
-def test_the_store_has_what_the_engine_finds(tmp_path, photos):
+def test_the_store_has_what_the_engine_finds(tmp_path, photos, monkeypatch):
+    monkeypatch.setattr(folders, "COPIES", tmp_path / "photos" / "0.png")  # of a folder nobody needs any
     listed = make_list(5)
     summary = run(listed, make_job(photos, tmp_path / "store"), seconds=0.01)
     assert (summary.pairs, summary.matched, summary.there) == (10, 10, 0)
@@ -145,6 +147,31 @@ def test_photos_and_store_at_any_address(tmp_path, photos, monkeypatch):
         open_folder("nowhere://a/b")
 
 
+def test_a_store_on_another_machines_disk(tmp_path, photos, monkeypatch):
+    """fsspec's name for files on this machine stands for those that have folders, and rename."""
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setattr(folders, "COPIES", tmp_path / "copies")
+    job = make_job(f"local://{photos}", f"local://{tmp_path}/deep/store")
+    whole = fsspec.implementations.local.LocalFileSystem.pipe_file
+
+    def cut_short(self, path, data, **options):
+        dies = path.endswith(".h5")
+        whole(self, path, data[: len(data) // 2] if dies else data, **options)
+        if dies:
+            raise OSError(errno.EIO, "the line is dead")
+
+    monkeypatch.setattr(fsspec.implementations.local.LocalFileSystem, "pipe_file", cut_short)
+    with pytest.raises(UserError, match="the line is dead"):
+        run(make_list(3), job)
+    assert not list((tmp_path / "deep" / "store" / "shards").glob("[!.]*"))
+    assert open_folder(f"{job.store}/shards").names(".h5") == []
+    monkeypatch.setattr(fsspec.implementations.local.LocalFileSystem, "pipe_file", whole)
+    monkeypatch.setattr(match_pairs, "HEARTBEAT", 0.05)
+    assert run(make_list(3), job).matched == 3
+    run(make_list(3), make_job(photos, tmp_path / "here"))
+    assert contents(job.store) == contents(tmp_path / "here")
+
+
 def test_a_second_run_is_told(tmp_path, photos, monkeypatch):
     pytest.importorskip("fsspec")
     monkeypatch.setattr(match_pairs, "HEARTBEAT", 0.05)
@@ -229,10 +256,11 @@ def test_a_list_of_pairs_is_read(tmp_path):
 
 
 def take_all(shards: Shards, seconds_a_pair: float = 0.1, workers: int = 4) -> list[np.ndarray]:
-    taken = []
+    taken: list[np.ndarray] = []
     while shards.left:
-        taken.append(shards.take(workers))
-        shards.measured(len(taken[-1]), seconds_a_pair * len(taken[-1]))
+        worker = len(taken) % workers
+        taken.append(shards.take(worker, workers))
+        shards.measured(len(taken[-1]), seconds_a_pair * len(taken[-1]), worker)
     return taken
 
 
@@ -245,10 +273,108 @@ def test_shards_have_every_pair_once_and_sizes_by_cost():
         sizes[cost] = [len(rows) for rows in taken]
     assert sizes[0.1][0] == FIRST  # nothing is known yet
     assert max(sizes[0.1]) == 200 and max(sizes[0.5]) == 40
-    assert sizes[0.1][-1] <= FIRST  # small towards the end: nobody waits for the last one
+    assert sizes[0.1][-1] <= 20  # small towards the end: nobody waits for the last one
     # A pair that takes longer than a shard should is a shard.
-    assert {len(rows) for rows in take_all(Shards(pairs[:50], seconds=1.0), 5.0)[1:]} == {1}
+    assert {len(rows) for rows in take_all(Shards(pairs[:50], seconds=1.0), 5.0)[4:]} == {1}
     assert take_all(Shards(pairs[:0])) == []
+
+
+def wall_clock(shards: Shards, speeds: list[float], late: dict[int, float] | None = None) -> float:
+    """Seconds until workers of such speeds (pairs a second) are through, of which some join late."""
+    ready = {worker: (late or {}).get(worker, 0.0) for worker in range(len(speeds))}
+    ends = []
+    while shards.left:
+        worker = min(ready, key=lambda w: ready[w])
+        rows = shards.take(worker, len(speeds))
+        took = len(rows) / speeds[worker]
+        shards.measured(len(rows), took, worker)
+        ready[worker] += took
+        ends.append(ready[worker])
+    return max(ends)
+
+
+@pytest.mark.parametrize(
+    ("photos", "speeds", "late"),
+    [
+        (9, [0.7, 0.7], {}),
+        (40, [0.7, 0.7], {}),
+        (60, [10.0, 10.0, 1.0], {}),
+        (60, [20.0] * 7 + [5.0], {}),
+        (60, [10.0, 10.0], {1: 60.0}),
+    ],
+)
+def test_nobody_waits_long_for_the_last_shard(photos, speeds, late):
+    pairs = np.stack(np.triu_indices(photos, 1), axis=1)
+    best = (len(pairs) + sum(speeds[w] * seconds for w, seconds in late.items())) / sum(speeds)
+    slowest = 1 / min(speeds)  # of a pair
+    assert wall_clock(Shards(pairs), speeds, late) < 1.01 * best + max(2.5, 2 * slowest)
+
+
+def test_shards_of_a_worker_share_photos_with_the_one_before():
+    steps = np.arange(4000)[:, None]
+    pairs = np.concatenate([np.concatenate([steps, steps + k], axis=1) for k in (1, 2, 3)])
+    shards, at_hand, shared = Shards(pairs, seconds=20.0), {}, []
+    while shards.left:
+        worker = len(shared) % 4
+        expected = shards.upcoming(worker, 4)
+        rows = shards.take(worker, 4)
+        assert not len(expected) or set(expected) == set(rows)
+        photos = set(pairs[rows].ravel())
+        shared.append(bool(photos & at_hand.get(worker, set())))
+        at_hand[worker] = photos
+        shards.measured(len(rows), 0.1 * len(rows), worker)
+    assert np.mean(shared) > 0.8
+
+
+def test_photos_are_seen_once_and_fetched_once_by_a_worker(tmp_path, photos, monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    for path in photos.iterdir():
+        memory.pipe_file(f"/{tmp_path.name}/in/{path.name}", path.read_bytes())
+    monkeypatch.setattr(folders, "COPIES", tmp_path / "copies")
+    fetched, seen = [], []
+    read, extract = folders.RemoteFolder.read, Sift.extract
+    monkeypatch.setattr(
+        folders.RemoteFolder, "read", lambda self, name: fetched.append(name) or read(self, name)
+    )
+    monkeypatch.setattr(
+        Sift, "extract", lambda self, prepared: seen.extend(prepared) or extract(self, prepared)
+    )
+    # A shard of one pair each, of photos in a row.
+    listed = PairList([f"{n}.png" for n in range(5)], np.stack([np.arange(4), np.arange(1, 5)], axis=1))
+    monkeypatch.setattr(shards, "FIRST", 1)
+    assert run(listed, make_job(f"memory://{tmp_path.name}/in", tmp_path / "store"), 1e-9).matched == 4
+    assert len(list((tmp_path / "store" / "shards").iterdir())) == 4
+    assert sorted(fetched) == listed.names and len(seen) == 5
+    assert not list((tmp_path / "copies").iterdir())
+
+
+def test_photos_that_are_needed_next_come_meanwhile(tmp_path, photos, monkeypatch):
+    pytest.importorskip("fsspec")
+    memory = folders.RemoteFolder(f"memory://{tmp_path.name}")
+    for path in photos.iterdir():
+        memory.write(path.name, path.read_bytes())
+    monkeypatch.setattr(folders, "COPIES", tmp_path / "copies")
+    with folders.Fetcher(memory) as fetcher:
+        files, broken = fetcher.get(["0.png", "1.png", "none.png"])
+        assert sorted(files) == ["0.png", "1.png"] and "no such file" in broken["none.png"]
+        fetcher.begin(["1.png", "2.png", "other.png"])
+        fetcher._begun["2.png"].result()
+        memory.remove("2.png")  # it is here already
+        kept = files["1.png"]
+        memory.write("none.png", b"now it is there")
+        files, broken = fetcher.get(["1.png", "2.png", "none.png"])
+        assert not broken and files["1.png"] == kept
+        assert files["2.png"].read_bytes() == (photos / "2.png").read_bytes()
+        assert len(list(kept.parent.iterdir())) == 3  # of 0.png there is no copy any more
+        monkeypatch.setattr(tempfile, "mkstemp", no_room)
+        with pytest.raises(UserError, match="no room for photos"):
+            fetcher.get(["3.png"])
+    assert not list((tmp_path / "copies").iterdir())
+
+
+def no_room(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_pairs_of_a_shard_share_photos():

@@ -30,6 +30,7 @@ from prism_match.matches import Matches
 
 ATTEMPTS = 3  # of a shard
 PATIENCE = 30.0  # seconds without a worker, until that is told
+CLOSING = 5.0  # seconds for workers to clean up
 MEMORY_SHARE = 0.4  # of a node's memory, for what workers keep of photos
 
 
@@ -165,10 +166,14 @@ class RayWorker:
         if self.worker is None:
             self.worker = Worker(self.job)
 
-    def run(self, shard: Shard, careful: bool) -> ShardResult:
+    def run(self, shard: Shard, careful: bool, upcoming: list[str]) -> ShardResult:
         self.open()
         assert self.worker is not None
-        return self.worker.run(shard, careful)
+        return self.worker.run(shard, careful, upcoming)
+
+    def close(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
 
 
 @dataclass(eq=False)
@@ -198,11 +203,12 @@ def hand_out(crew: Crew, shards: Shards, describe: Callable[[np.ndarray], Shard]
             if attempt is not None:
                 again.remove(attempt)
             elif shards.left:
-                attempt = Attempt(shards.take(crew.size))
+                attempt = Attempt(shards.take(worker, crew.size))
             else:
                 continue
             crew.hire(worker)
-            task = worker.run.remote(describe(attempt.rows), attempt.died)
+            upcoming = describe(shards.upcoming(worker, crew.size)).names
+            task = worker.run.remote(describe(attempt.rows), attempt.died, upcoming)
             at_work[task] = worker, attempt
         for task in crew.wait(at_work):
             if task in crew.opening:
@@ -228,7 +234,7 @@ def hand_out(crew: Crew, shards: Shards, describe: Callable[[np.ndarray], Shard]
                     reasons = "; ".join(dict.fromkeys(attempt.failures))
                     yield Done(attempt.rows, None, f"failed {ATTEMPTS} times: {reasons}")
                 continue
-            shards.measured(len(attempt.rows), result.seconds)
+            shards.measured(len(attempt.rows), result.seconds, worker)
             yield Done(attempt.rows, result)
 
 
@@ -256,7 +262,10 @@ class Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The cluster may stay when this run is over."""
+        """The cluster may stay when this run is over; copies of photos may not."""
+        closing = [worker.close.remote() for worker in self._idle]
+        if closing:
+            self.ray.wait(closing, num_returns=len(closing), timeout=CLOSING)
         for worker in self._all:
             self.ray.kill(worker)
 

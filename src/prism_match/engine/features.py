@@ -65,8 +65,9 @@ class FeatureCache:
     """Items by the digest of their photo, within a number of bytes. What is needed last makes room; where the
     pairs to come are not known, what was used least recently."""
 
-    def __init__(self, limit: int, shelf: Shelf | None = None):
-        self.limit, self.shelf, self.used = limit, shelf, 0
+    def __init__(self, limit: int, shelf: Shelf | None = None, keep: bool = False):
+        """keep: also what no batch needs any more, as long as there is room; others may be expected later."""
+        self.limit, self.shelf, self.keep, self.used = limit, shelf, keep, 0
         self.largest = 0  # bytes of an item
         self._items: OrderedDict[str, Any] = OrderedDict()
         self._bytes: dict[str, int] = {}
@@ -74,6 +75,7 @@ class FeatureCache:
 
     def expect(self, batches: Iterable[Iterable[str]]) -> None:
         """The photos that each batch needs, all of them in advance."""
+        self._uses.clear()
         for n, batch in enumerate(batches):
             for digest in set(batch):
                 self._uses.setdefault(digest, deque()).append(n)
@@ -119,7 +121,7 @@ class FeatureCache:
             uses = self._uses.get(digest)
             while uses and uses[0] <= batch:
                 uses.popleft()
-            if uses is not None and not uses:
+            if uses is not None and not uses and not self.keep:
                 if digest in self._items:
                     self._drop(digest)
                 if self.shelf is not None:

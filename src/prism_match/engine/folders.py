@@ -4,20 +4,25 @@ credentials from the environment."""
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from prism_match.engine.photos import in_threads
+from prism_match.engine.photos import content_of, in_threads
 from prism_match.errors import UserError
 from prism_match.files import atomic_path, file_digest, writable_folder
 
+REQUESTS = 8  # at a time, for photos: a network answers late rather than slowly
 LISTED_ABOVE = 500  # photos of a remote folder: fewer are asked for one by one
 # What changes with a remote file, by the names that file systems have for it; the first that there is.
 VERSIONS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "created")
+# Where a file is there once all of it is, and folders are nothing but names. Elsewhere files are renamed.
+OBJECTS = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory")
 # What the libraries behind fsspec raise is as varied as they are.
 ANY_REASON = Exception
 
@@ -53,8 +58,8 @@ class Folder(Protocol):
         """To be read, as h5py takes it."""
         ...
 
-    def fetched(self, names: Iterable[str]) -> Any:
-        """A context: files on this machine by name, and why others cannot be read."""
+    def fetch(self, name: str, copies: Path | None) -> Path:
+        """The file as one on this machine: a new one in `copies`, if it is elsewhere."""
         ...
 
 
@@ -108,9 +113,11 @@ class LocalFolder:
     def open(self, name: str) -> Path:
         return self.path / name
 
-    @contextmanager
-    def fetched(self, names: Iterable[str]) -> Iterator[tuple[dict[str, Path], dict[str, str]]]:
-        yield {name: self.path / name for name in names}, {}
+    def fetch(self, name: str, copies: Path | None) -> Path:
+        """Where it is. It has been read once then, which may be what takes long, as on a network's disk."""
+        with suppress(UserError):  # will be told by whoever needs it
+            content_of(self.path / name)
+        return self.path / name
 
 
 class RemoteFolder:
@@ -126,6 +133,8 @@ class RemoteFolder:
             raise UserError(f"{address}: {error}") from error
         except ValueError as error:
             raise UserError(f"{address}: no such kind of address ({error})") from error
+        protocol = self.files.protocol
+        self.whole = not set(OBJECTS).isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}"
@@ -164,7 +173,8 @@ class RemoteFolder:
             return []
         except ANY_REASON as error:
             raise UserError(f"{self.address}: cannot be listed ({error})") from error
-        return sorted(name for path in listed if (name := path.rsplit("/", 1)[-1]).endswith(suffix))
+        found = (path.rsplit("/", 1)[-1] for path in listed)
+        return sorted(name for name in found if name.endswith(suffix) and not name.startswith("."))
 
     def inside(self, name: str) -> RemoteFolder:
         return RemoteFolder(f"{self.address}/{name}")
@@ -178,9 +188,16 @@ class RemoteFolder:
             raise UserError(f"{self.address}/{name}: cannot be read ({error})") from error
 
     def write(self, name: str, data: bytes) -> None:
-        """An object is there once all of it is."""
+        path = self._path(name)
+        parent, _, last = path.rpartition("/")
         try:
-            self.files.pipe_file(self._path(name), data)
+            if self.whole:
+                self.files.pipe_file(path, data)
+            else:
+                self.files.makedirs(parent, exist_ok=True)
+                temporary = f"{parent}/.{secrets.token_hex(4)}-{last}"
+                self.files.pipe_file(temporary, data)
+                self.files.mv(temporary, path)
         except ANY_REASON as error:
             raise CannotWrite(f"{self.address}/{name}: cannot be written ({error})") from error
 
@@ -191,33 +208,79 @@ class RemoteFolder:
     def open(self, name: str) -> IO[bytes]:
         return self.files.open(self._path(name), "rb")
 
-    @contextmanager
-    def fetched(self, names: Iterable[str]) -> Iterator[tuple[dict[str, Path], dict[str, str]]]:
-        """Copies that are gone when the block ends."""
-        remove_left_copies()
-        folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=writable_folder(COPIES)))
-        files, broken = {}, {}
-
-        def fetch(item: tuple[int, str]) -> Path:
-            number, name = item
-            path = folder / f"{number}{Path(name).suffix}"
-            path.write_bytes(self.read(name))
-            return path
-
+    def fetch(self, name: str, copies: Path | None) -> Path:
+        data = self.read(name)
+        number, path = tempfile.mkstemp(Path(name).suffix, dir=copies)
         try:
-            for (_, name), found in in_threads(enumerate(names), fetch):
-                if isinstance(found, UserError):
-                    broken[name] = str(found)
-                else:
-                    files[name] = found
-            yield files, broken
-        except OSError as error:
-            raise UserError(f"{folder}: no room for photos ({error.strerror})") from error
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            with open(number, "wb") as file:
+                file.write(data)
+        except OSError:  # half of it would be in the way of others
+            os.unlink(path)
+            raise
+        return Path(path)
 
 
-COPIES = Path(tempfile.gettempdir()) / "prism-photos"  # folders in it have the number of their process
+class Fetcher:
+    """Files of a folder on this machine; copies, where they are elsewhere, as long as they are needed. What
+    is needed next can be asked for before it is."""
+
+    def __init__(self, folder: Folder):
+        self.folder = folder
+        self._copies: Path | None = None
+        if not isinstance(folder, LocalFolder):
+            remove_left_copies()
+            self._copies = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=writable_folder(COPIES)))
+        self._pool = ThreadPoolExecutor(REQUESTS)
+        self._begun: dict[str, Future[Path]] = {}
+
+    def get(self, names: Iterable[str]) -> tuple[dict[str, Path], dict[str, str]]:
+        """By name, and why others cannot be read. Copies of files that are not asked for are removed."""
+        wanted = list(dict.fromkeys(names))
+        for name in self._begun.keys() - set(wanted):
+            self._drop(name)
+        self.begin(wanted)
+        files, broken = {}, {}
+        for name in wanted:
+            try:
+                files[name] = self._begun[name].result()
+            except UserError as error:
+                broken[name] = str(error)
+                self._drop(name)
+            except OSError as error:
+                self._drop(name)
+                raise UserError(f"{self._copies}: no room for photos ({error.strerror})") from error
+        return files, broken
+
+    def begin(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._begun:
+                self._begun[name] = self._pool.submit(self.folder.fetch, name, self._copies)
+
+    def _drop(self, name: str) -> None:
+        def remove(future: Future[Path]) -> None:
+            if not future.cancelled() and future.exception() is None:
+                path = future.result()
+                if path.parent == self._copies:
+                    path.unlink(missing_ok=True)
+
+        future = self._begun.pop(name)
+        future.cancel()
+        future.add_done_callback(remove)  # at once, unless it is just being fetched
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._copies is not None:
+            shutil.rmtree(self._copies, ignore_errors=True)
+
+    def __enter__(self) -> Fetcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# Of this user; folders in it have the number of their process.
+COPIES = Path(tempfile.gettempdir()) / f"prism-photos-{os.getuid()}"
 
 
 def remove_left_copies() -> None:
@@ -239,8 +302,8 @@ def version(info: dict[str, Any]) -> str:
 
 def digest_of(folder: Folder, name: str) -> str:
     """As the store keeps it; "" where the file cannot be read."""
-    with folder.fetched([name]) as (files, _):
+    with Fetcher(folder) as fetcher:
         try:
-            return file_digest(files[name])
+            return file_digest(fetcher.get([name])[0][name])
         except (UserError, KeyError):
             return ""

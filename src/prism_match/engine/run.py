@@ -134,10 +134,17 @@ class Portions:
 
 class Engine:
     def __init__(
-        self, method: Method, resizing: Resize, limits: Limits | None = None, clock: Clock | None = None
+        self,
+        method: Method,
+        resizing: Resize,
+        limits: Limits | None = None,
+        clock: Clock | None = None,
+        keep: bool = False,
     ):
+        """keep: from one call of `match_photos` to the next, what is known of photos, within the limits."""
         self.method, self.resizing, self.limits = method, resizing, limits or Limits()
         self.clock = clock or Clock()
+        self.kept = FeatureCache(self.limits.memory, keep=True) if keep else None
         self.portions = Portions()
         # All that matches depend on, but for the precision: a run may go on on another machine.
         self.settings = method.settings | {"resize": vars(resizing)}
@@ -242,7 +249,7 @@ class Engine:
                 Path(self.limits.folder), self.limits.disk, short_hash(self.settings), wanted,
                 self.method.unpack,
             )  # fmt: skip
-        cache = FeatureCache(self.limits.memory, shelf)
+        cache = FeatureCache(self.limits.memory, shelf) if self.kept is None else self.kept
         with Decoder(self, cache) as decoder:
             order = arrange(pairs, self._room(photos[pairs[0][0]], decoder, cache))
             tasks = [Task(pairs[n], (photos[pairs[n][0]], photos[pairs[n][1]])) for n in order]
@@ -258,11 +265,12 @@ class Engine:
             shelf.clear()
 
     def _room(self, first: Photo, decoder: Decoder, cache: FeatureCache) -> int:
-        """How many photos have room in memory, as the first one tells."""
-        with suppress(UserError):  # it will be told when its pairs are due
-            prepared = decoder.get(first)
-            with self.clock.running():
-                cache.add({first.digest: self.method.extract([prepared])[0]})
+        """How many photos have room in memory, as the first one tells, or those that were there before it."""
+        if not cache.largest:
+            with suppress(UserError):  # it will be told when its pairs are due
+                prepared = decoder.get(first)
+                with self.clock.running():
+                    cache.add({first.digest: self.method.extract([prepared])[0]})
         return max(2 * self.limits.batch_size, self.limits.memory // max(cache.largest, 1))
 
     def _match_batch(

@@ -13,9 +13,10 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ import torch
 
 from prism_match.config import parse_json
 from prism_match.engine.features import block_order
-from prism_match.engine.folders import open_folder
+from prism_match.engine.folders import Fetcher, open_folder
 from prism_match.engine.matcher import MatcherSettings
 from prism_match.engine.methods import Method, Prism, as_method
 from prism_match.engine.photos import Resize, identify
@@ -36,7 +37,8 @@ from prism_match.files import short_hash
 from prism_match.matches import Matches
 
 SECONDS_A_SHARD = 60.0  # of work that a kill can cost, of each worker
-FIRST = 16  # pairs of a shard while nothing is known of their cost
+SECONDS_AT_LEAST = 2.0  # of a shard towards the end
+FIRST = 4  # pairs of a shard while nothing is known of their cost
 MOST = 4096  # pairs of a shard, whose matches are in memory until they are written
 BLOCK = 32  # photos: pairs between one block and another come after each other
 AT_HAND = "at-hand.json"  # photos of the shard that is being done
@@ -108,7 +110,8 @@ class Done(NamedTuple):
 
 
 class Worker:
-    """Does shards, one after the other. The model is loaded once."""
+    """Does shards, one after the other. The model is loaded once; features of photos stay as long as there is
+    room for them, and the next shard's photos come while one is matched."""
 
     def __init__(self, job: Job):
         if job.threads is not None:
@@ -117,31 +120,34 @@ class Worker:
         method = job.open_method()
         on_gpu = isinstance(method, Prism) and method.matcher.device.type == "cuda"
         limits = Limits(job.batch or (8 if on_gpu else 1), job.memory)
-        self.job, self.engine = job, Engine(method, job.resizing, limits)
+        self.job, self.engine = job, Engine(method, job.resizing, limits, keep=True)
         if short_hash(self.engine.settings) != short_hash(job.settings):
             raise UserError("the weights, or this package, are not the same here as where the run was begun")
         if job.store is not None:
             read_settings(job.store)  # or it is not the same folder here
+        self.photos = Fetcher(open_folder(job.images or "/"))
 
-    def run(self, shard: Shard, careful: bool = False) -> ShardResult:
-        """careful: a worker has died of this shard: photos are decoded by another process first."""
+    def run(self, shard: Shard, careful: bool = False, upcoming: Sequence[str] = ()) -> ShardResult:
+        """careful: a worker has died of this shard: photos are decoded by another process first. upcoming:
+        photos that are needed next; they are fetched meanwhile."""
         began, clock = time.perf_counter(), self.engine.clock.seconds
-        with open_folder(self.job.images or "/").fetched(shard.names) as (files, broken):
-            if files and not any(path.exists() for path in files.values()):
-                raise UserError(f"{next(iter(files.values()))}: neither it nor any other photo is here")
-            if careful:
-                broken |= find_killers(files)
-            readable = {name: path for name, path in files.items() if name not in broken}
-            photos, unreadable = identify(readable)
-            broken |= unreadable
-            todo = [pair for pair in shard.named() if not broken.keys() & set(pair)]
-            found: dict[Names, Matches] = {}
-            for pair, outcome in self.engine.match_photos(todo, photos):
-                if isinstance(outcome, Matches):
-                    found[pair] = outcome
-                elif isinstance(outcome, dict):
-                    broken |= {n: str(outcome[d]) for n in pair if (d := photos[n].digest) in outcome}
-            digests = {name: photo.digest for name, photo in photos.items()}
+        files, broken = self.photos.get(shard.names)
+        if files and not any(path.exists() for path in files.values()):
+            raise UserError(f"{next(iter(files.values()))}: neither it nor any other photo is here")
+        self.photos.begin(upcoming)
+        if careful:
+            broken |= find_killers(files)
+        readable = {name: path for name, path in files.items() if name not in broken}
+        photos, unreadable = identify(readable)
+        broken |= unreadable
+        todo = [pair for pair in shard.named() if not broken.keys() & set(pair)]
+        found: dict[Names, Matches] = {}
+        for pair, outcome in self.engine.match_photos(todo, photos):
+            if isinstance(outcome, Matches):
+                found[pair] = outcome
+            elif isinstance(outcome, dict):
+                broken |= {n: str(outcome[d]) for n in pair if (d := photos[n].digest) in outcome}
+        digests = {name: photo.digest for name, photo in photos.items()}
         if self.job.images is not None:  # where a copy was is of no interest
             broken = {name: reason.replace(str(files.get(name)), name) for name, reason in broken.items()}
         if self.job.store is not None:
@@ -151,6 +157,9 @@ class Worker:
         return ShardResult(
             len(found), broken, seconds, matching, digests, found if self.job.store is None else None
         )
+
+    def close(self) -> None:
+        self.photos.close()
 
 
 def write_shard(
@@ -170,32 +179,62 @@ def write_shard(
 
 
 class Shards:
-    """Pairs (n 2, numbers of photos) that are cut into shards as they are asked for."""
+    """Pairs (n 2, numbers of photos) that are cut into shards as they are asked for. Each worker has a
+    stretch of them to itself, so that its next shard shares photos with the one before; who is through takes
+    over half of the longest stretch that is left."""
 
     def __init__(self, pairs: np.ndarray, seconds: float = SECONDS_A_SHARD):
         self.pairs, self.seconds = pairs, seconds
         self.order = block_order(walk(pairs), 2 * BLOCK)
-        self.begun = 0
-        self._costs: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
+        self.left = len(self.order)
+        self._free: deque[range] | None = None  # stretches that are nobody's yet
+        self._own: dict[Any, range] = {}  # of the order, by worker
+        self._costs: dict[Any, deque[tuple[int, float]]] = {}  # pairs and seconds, by worker
+        self._rates: dict[Any, float] = {}  # pairs a second
 
-    @property
-    def left(self) -> int:
-        return len(self.order) - self.begun
+    def take(self, worker: Any = None, workers: int = 1) -> np.ndarray:
+        """Rows of the worker's next shard. Towards the end shards are smaller, so that nobody is left waiting
+        for another."""
+        own = self._own.get(worker) or self._take_over(workers)
+        size = self._size(worker, own, workers)
+        self._own[worker] = own[size:]
+        self.left -= size
+        return self.order[own.start : own.start + size]
 
-    def take(self, workers: int) -> np.ndarray:
-        """Rows of the next shard. Towards the end shards are smaller, so that no worker is left waiting for
-        another."""
-        pairs, seconds = (sum(column) for column in zip(*self._costs, strict=True)) if self._costs else (0, 0)
-        most = self.seconds * pairs / seconds if seconds else FIRST
-        share = max(self.left // (2 * max(workers, 1)), FIRST)
-        size = max(1, min(int(most), share, MOST))
-        rows = self.order[self.begun : self.begun + size]
-        self.begun += len(rows)
-        return rows
+    def upcoming(self, worker: Any = None, workers: int = 1) -> np.ndarray:
+        """Rows that are the worker's next, as far as one can tell."""
+        own = self._own.get(worker, range(0))
+        return self.order[own.start : own.start + self._size(worker, own, workers)]
 
-    def measured(self, pairs: int, seconds: float) -> None:
+    def _take_over(self, workers: int) -> range:
+        if self._free is None:
+            ends = [len(self.order) * n // workers for n in range(workers + 1)]
+            self._free = deque(range(a, b) for a, b in pairwise(ends) if a < b)
+        if self._free:
+            return self._free.popleft()
+        other, longest = max(self._own.items(), key=lambda item: len(item[1]))
+        half = len(longest) // 2
+        self._own[other] = longest[:half]
+        return longest[half:]
+
+    def _size(self, worker: Any, own: range, workers: int) -> int:
+        """By what pairs cost this worker: machines differ."""
+        rate = self._rates.get(worker)
+        if rate is None:
+            size = float(FIRST) if workers == 1 else min(FIRST, self.left / (2 * workers))
+        else:
+            seconds = self.seconds
+            if workers > 1:  # half of what is left for all of them to do
+                together = sum(self._rates.values()) / len(self._rates) * workers
+                seconds = min(seconds, max(SECONDS_AT_LEAST, self.left / together / 2))
+            size = seconds * rate
+        return min(max(1, int(min(size, MOST))), len(own))
+
+    def measured(self, pairs: int, seconds: float, worker: Any = None) -> None:
         if pairs:
-            self._costs.append((pairs, seconds))
+            costs = self._costs.setdefault(worker, deque(maxlen=REMEMBERED))
+            costs.append((pairs, max(seconds, 1e-6)))
+            self._rates[worker] = sum(c[0] for c in costs) / sum(c[1] for c in costs)
 
 
 def walk(pairs: np.ndarray) -> np.ndarray:
@@ -234,14 +273,15 @@ def run_here(job: Job, shards: Shards, describe: Callable[[np.ndarray], Shard]) 
     suspects: set[str] = set()
     with suppress(UserError, ValueError, TypeError):
         suspects.update(parse_json(store.read(AT_HAND)))
-    worker = Worker(job)
-    while shards.left:
-        rows = shards.take(1)
-        shard = describe(rows)
-        store.write(AT_HAND, json.dumps(shard.names).encode())
-        result = worker.run(shard, careful=not suspects.isdisjoint(shard.names))
-        shards.measured(len(rows), result.seconds)
-        yield Done(rows, result)
+    with closing(Worker(job)) as worker:
+        while shards.left:
+            rows = shards.take()
+            shard = describe(rows)
+            store.write(AT_HAND, json.dumps(shard.names).encode())
+            careful = not suspects.isdisjoint(shard.names)
+            result = worker.run(shard, careful, describe(shards.upcoming()).names)
+            shards.measured(len(rows), result.seconds)
+            yield Done(rows, result)
     store.remove(AT_HAND)
 
 

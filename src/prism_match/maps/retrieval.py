@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +52,7 @@ def describe_files(
     described: dict[Path, np.ndarray] = {}
     broken: dict[Path, str] = {}
     new, saved = 0, time.monotonic()
+    saving = 0.0  # seconds that it took: all of it is written each time, and a million are two gigabytes
 
     def look(path: Path) -> tuple[str, Prepared | None]:
         key = f"{content_of(path)}-{matcher.info.sha256}"
@@ -68,9 +68,11 @@ def describe_files(
                 known[key] = _describe(matcher, prepared)
                 new += 1
             described[path] = known[key]
-        if cache is not None and new and time.monotonic() - saved > SECONDS_A_SAVE:
+        if cache is not None and new and time.monotonic() - saved > max(SECONDS_A_SAVE, 20 * saving):
+            began = time.monotonic()
             _write_cache(cache, known)
             new, saved = 0, time.monotonic()
+            saving = saved - began
     if cache is not None and new:
         _write_cache(cache, known)
     return described, broken
@@ -79,15 +81,19 @@ def describe_files(
 def _read_cache(path: Path, length: int) -> dict[str, np.ndarray]:
     try:
         stored = load_arrays(path)
-    except (OSError, ValueError):  # not there, or as good as not
+        keys, rows = stored["keys"], stored["descriptors"]
+        if keys.dtype.kind != "S" or rows.dtype != np.float32 or rows.shape != (*keys.shape, length):
+            return {}
+        return dict(zip((key.decode("ascii") for key in keys.tolist()), rows, strict=True))
+    except (OSError, ValueError, KeyError):  # not there, or as good as not
         return {}
-    return {k: v for k, v in stored.items() if v.shape == (length,) and v.dtype == np.float32}
 
 
 def _write_cache(path: Path, known: dict[str, np.ndarray]) -> None:
-    arrays: dict[str, Any] = known
+    """Two arrays: an entry for each image would make an archive of a million files."""
+    keys = sorted(known)
     with atomic_path(path) as temporary:
-        np.savez(temporary, **arrays)
+        np.savez(temporary, keys=np.array(keys, "S"), descriptors=np.stack([known[key] for key in keys]))
 
 
 @torch.inference_mode()

@@ -125,6 +125,8 @@ def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
         checkpoint = load_checkpoint(path)
         return checkpoint.group("ema"), checkpoint.state["model"]
     weights, header = read_weights(path)
+    if not isinstance(header["config"], dict):
+        raise UserError(f"{path}: its settings are not those of a PRISM model")
     return {k: v.float() if v.is_floating_point() else v for k, v in weights.items()}, header["config"]
 
 

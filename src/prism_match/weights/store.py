@@ -94,9 +94,9 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         for file in files:
             pieces.update(load_file(file))
+        return joined(pieces), header
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{path}: not a file of PRISM weights ({error})") from error
-    return joined(pieces), header
 
 
 def shards(tensors: dict[str, Tensor], mib: float | None) -> Iterable[dict[str, Tensor]]:
@@ -128,14 +128,17 @@ def _pieces(tensors: dict[str, Tensor], limit: int) -> Iterable[tuple[str, Tenso
 
 
 def joined(pieces: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Undoes the cutting of `shards`."""
+    """Undoes the cutting of `shards`. Raises ValueError where pieces are none, or are missing."""
     whole = {k: v for k, v in pieces.items() if PART not in k}
     cut: dict[tuple[str, str], list[Tensor]] = {}
     for key in sorted(k for k in pieces if PART in k):
-        name, rest = key.split(PART)
-        cut.setdefault((name, rest.split("//")[1]), []).append(pieces[key])
+        name, _, rest = key.partition(PART)
+        cut.setdefault((name, rest.partition("//")[2]), []).append(pieces[key])
     for (name, shape), parts in cut.items():
-        whole[name] = torch.cat(parts).view(*map(int, shape.split("x")))
+        try:
+            whole[name] = torch.cat(parts).view(*map(int, shape.split("x")))
+        except RuntimeError as error:
+            raise ValueError(f"{name}: its pieces are not {shape}") from error
     return whole
 
 
