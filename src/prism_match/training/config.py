@@ -12,6 +12,7 @@ from typing import Any
 from prism_match.config import PRESETS as MODEL_PRESETS
 from prism_match.config import ModelConfig, checked, parse_toml, preset_or_file
 from prism_match.errors import UserError
+from prism_match.training.data.worlds.variety import Variety
 from prism_match.training.step import LossConfig
 
 
@@ -29,6 +30,7 @@ class Phase:
 class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    worlds: Variety = field(default_factory=Variety)
 
     # The budget: updates, or minutes of wall clock over all resumptions. The schedule follows it.
     steps: int | None = None
@@ -126,7 +128,7 @@ PRESETS: dict[str, TrainConfig] = {
 
 def load_train_config(name_or_file: str | Path) -> TrainConfig:
     """A preset by its name, or a TOML file: keys of TrainConfig, `preset` (what it starts from), `phases` as
-    [[start, size, batch], ...], and the tables [model] and [loss]."""
+    [[start, size, batch], ...], and the tables [model], [loss] and [worlds]."""
     path = preset_or_file(name_or_file, PRESETS)
     if isinstance(path, TrainConfig):
         return path
@@ -143,13 +145,16 @@ def load_train_config(name_or_file: str | Path) -> TrainConfig:
 def merged(base: TrainConfig, values: dict[str, Any]) -> TrainConfig:
     """`base` with the values of a TOML file or of `to_dict`. ValueError, in one line, if one is wrong."""
     # Settings that need not be there, and those that are tables in a file, by values of their types.
-    defaults = {**vars(base), "steps": 1, "minutes": 1.0, "shard_mib": 1.0, "model": {}, "loss": {}}
+    defaults = {**vars(base), "steps": 1, "minutes": 1.0, "shard_mib": 1.0}
+    defaults |= {"model": {}, "loss": {}, "worlds": {}}
     given = checked(defaults, {k: v for k, v in values.items() if v is not None})
     changes = {**values, **given}
     if "model" in changes:
         changes["model"] = ModelConfig.from_dict({**base.model.to_dict(), **changes["model"]})
     if "loss" in changes:
         changes["loss"] = dataclasses.replace(base.loss, **checked(vars(base.loss), changes["loss"]))
+    if "worlds" in changes:
+        changes["worlds"] = dataclasses.replace(base.worlds, **checked(vars(base.worlds), changes["worlds"]))
     if "phases" in changes:
         changes["phases"] = tuple(_phase(p) for p in changes["phases"])
     return dataclasses.replace(base, **changes)

@@ -26,7 +26,7 @@ from prism_match.errors import UserError
 from prism_match.frames import decode_pixels
 from prism_match.training.data.photometric import CALM, Draw, augment
 from prism_match.training.data.texture import flat_cells, forget_flat
-from prism_match.training.pairs import PairBatch, cell_centres
+from prism_match.training.pairs import ImageSize, PairBatch, cell_centres, shape_of
 
 log = logging.getLogger(__name__)
 
@@ -160,12 +160,13 @@ def _decode(name: str, data: bytes, size: int) -> np.ndarray:
     return cv2.resize(image, (size, size), interpolation=smooth)
 
 
-def subpixels(size: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """4 size*size each: x and y of 2x2 points inside each pixel, for anti-aliasing by their mean."""
-    at = torch.arange(size, device=device, dtype=torch.float32)
+def subpixels(size: ImageSize, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """4 h*w each: x and y of 2x2 points inside each pixel, for anti-aliasing by their mean."""
+    height, width = shape_of(size)
+    down, across = (torch.arange(n, device=device, dtype=torch.float32) for n in (height, width))
     sub = torch.arange(4, device=device).view(4, 1, 1)
-    x = (at.view(1, 1, -1) + (sub % 2) * 0.5 - 0.25).expand(4, size, size)
-    y = (at.view(1, -1, 1) + (sub // 2) * 0.5 - 0.25).expand(4, size, size)
+    x = (across.view(1, 1, -1) + (sub % 2) * 0.5 - 0.25).expand(4, height, width)
+    y = (down.view(1, -1, 1) + (sub // 2) * 0.5 - 0.25).expand(4, height, width)
     return x.reshape(4, -1), y.reshape(4, -1)
 
 
