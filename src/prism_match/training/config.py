@@ -13,16 +13,18 @@ from prism_match.config import PRESETS as MODEL_PRESETS
 from prism_match.config import ModelConfig, checked, parse_toml, preset_or_file
 from prism_match.errors import UserError
 from prism_match.training.data.worlds.variety import Variety
+from prism_match.training.pairs import ImageSize, shape_of
 from prism_match.training.step import LossConfig
 
 
 @dataclass(frozen=True)
 class Phase:
-    """From this share of the budget on: pairs of `size` x `size` pixels, `batch` of them per update. Phases
-    of one start take turns at random, so that sizes are mixed within a run."""
+    """From this share of the budget on: pairs of images of `size` (a side, or height and width), `batch` of
+    them per update. Phases of one start take turns at random, so that sizes and shapes are mixed within a
+    run."""
 
     start: float
-    size: int
+    size: ImageSize
     batch: int
 
 
@@ -65,8 +67,9 @@ class TrainConfig:
         if not starts or starts[0] != 0 or starts != sorted(starts) or starts[-1] >= 1:
             raise UserError("phases must begin at 0 of the budget, in order, each before 1")
         for phase in self.phases:
-            if phase.size < 32 or phase.size % 32:
-                raise UserError(f"size must be a multiple of 32, not {phase.size}")
+            for side in shape_of(phase.size):
+                if side < 32 or side % 32:
+                    raise UserError(f"size must be a multiple of 32, not {side}")
             if phase.batch < 1:
                 raise UserError(f"batch must be at least 1, not {phase.batch}")
         for name in ("lr", "clip", "accumulate", "log_every", "steps", "minutes"):
@@ -128,7 +131,8 @@ PRESETS: dict[str, TrainConfig] = {
 
 def load_train_config(name_or_file: str | Path) -> TrainConfig:
     """A preset by its name, or a TOML file: keys of TrainConfig, `preset` (what it starts from), `phases` as
-    [[start, size, batch], ...], and the tables [model], [loss] and [worlds]."""
+    [[start, size, batch], ...] (size: a side, or [height, width]), and the tables [model], [loss] and
+    [worlds]."""
     path = preset_or_file(name_or_file, PRESETS)
     if isinstance(path, TrainConfig):
         return path
@@ -163,6 +167,10 @@ def merged(base: TrainConfig, values: dict[str, Any]) -> TrainConfig:
 def _phase(values: Any) -> Phase:
     try:
         start, size, batch = values
+        if isinstance(size, (list, tuple)):
+            height, width = size
+            return Phase(float(start), (int(height), int(width)), int(batch))
         return Phase(float(start), int(size), int(batch))
     except (ValueError, TypeError, OverflowError):
-        raise ValueError(f"a phase is [start, size, batch], not {values!r}") from None
+        reason = "a phase is [start, size, batch], its size a number or [height, width]"
+        raise ValueError(f"{reason}, not {values!r}") from None

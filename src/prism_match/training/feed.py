@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from prism_match.errors import UserError
-from prism_match.training.pairs import CELL, PairBatch, PairSource
+from prism_match.training.pairs import CELL, ImageSize, PairBatch, PairSource
 from prism_match.training.step import Work
 
 log = logging.getLogger(__name__)
@@ -100,9 +100,11 @@ class Captured:
     def __init__(self, source: PairSource):
         self.source, self.name = source, source.name
         self.device: torch.device = source.device  # type: ignore[attr-defined]
-        self._recordings: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Generator, PairBatch]] = {}
+        self._recordings: dict[
+            tuple[int, ImageSize], tuple[torch.cuda.CUDAGraph, torch.Generator, PairBatch]
+        ] = {}
 
-    def sample(self, batch: int, size: int, generator: torch.Generator) -> PairBatch:
+    def sample(self, batch: int, size: ImageSize, generator: torch.Generator) -> PairBatch:
         key = batch, size
         if key not in self._recordings:
             with recording:
@@ -112,7 +114,7 @@ class Captured:
         graph.replay()
         return recorded.map(torch.clone)  # the next replay writes over the recorded tensors
 
-    def _record(self, batch: int, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Generator, PairBatch]:
+    def _record(self, batch: int, size: ImageSize) -> tuple[torch.cuda.CUDAGraph, torch.Generator, PairBatch]:
         own = torch.Generator(self.device)
         for _ in range(2):  # whatever is compiled or cached on first use must not end up in the recording
             self.source.sample(batch, size, own)
@@ -134,7 +136,7 @@ class Mixer:
         self.skipped = 0
 
     @torch.no_grad()
-    def make(self, step: int, part: int, batch: int, size: int) -> Work:
+    def make(self, step: int, part: int, batch: int, size: ImageSize) -> Work:
         rng = random.Random(seed_of(self.seed, step, part))
         counts = shares([s.weight for s in self.sources], batch, rng)
         pairs = [
@@ -145,7 +147,7 @@ class Mixer:
         generator = torch.Generator(self.device).manual_seed(seed_of(self.seed, step, part, "keys"))
         return Work.of(concatenate(pairs), generator)
 
-    def _sample(self, source: PairSource, count: int, size: int, key: tuple[int, ...]) -> PairBatch:
+    def _sample(self, source: PairSource, count: int, size: ImageSize, key: tuple[int, ...]) -> PairBatch:
         device = getattr(source, "device", torch.device("cpu"))
         for attempt in range(ATTEMPTS):
             generator = torch.Generator(device).manual_seed(seed_of(*key, attempt))
@@ -170,7 +172,7 @@ class Feed:
         if self.stream is not None:  # what the sources hold was put on the device by the current stream
             self.stream.wait_stream(torch.cuda.current_stream(mixer.device))
 
-    def order(self, step: int, parts: Sequence[int], batch: int, size: int) -> None:
+    def order(self, step: int, parts: Sequence[int], batch: int, size: ImageSize) -> None:
         """Asks for the batch of a step: one piece of `batch` pairs for each of `parts`."""
         self.waiting.append(self.pool.submit(self._make, step, parts, batch, size))
 
@@ -178,7 +180,9 @@ class Feed:
     def wanting(self) -> bool:
         return len(self.waiting) <= self.ahead
 
-    def _make(self, step: int, parts: Sequence[int], batch: int, size: int) -> tuple[list[Work], object]:
+    def _make(
+        self, step: int, parts: Sequence[int], batch: int, size: ImageSize
+    ) -> tuple[list[Work], object]:
         if self.stream is None:
             return [self.mixer.make(step, p, batch, size) for p in parts], None
         with torch.cuda.device(self.mixer.device), torch.cuda.stream(self.stream):

@@ -35,7 +35,7 @@ from prism_match.training.checkpoint import (
 from prism_match.training.config import TrainConfig
 from prism_match.training.distributed import join_processes
 from prism_match.training.feed import Feed, Mixer, Weighted, recording
-from prism_match.training.pairs import PairBatch
+from prism_match.training.pairs import PairBatch, shape_of
 from prism_match.training.samples import draw_predictions
 from prism_match.training.step import METRICS, TrainingStep, Work
 from prism_match.weights.store import export_weights
@@ -431,8 +431,10 @@ def progress_bar(shown: bool, done: int, total: int | None) -> tqdm:
 
 
 def bar_text(row: dict[str, Any]) -> str:
+    height, width = shape_of(row["size"])
+    size = f"{width}" if width == height else f"{width}x{height}"
     return (
-        f"{row['size']}px {row['pairs_per_s']:.0f} pairs/s | loss {row['loss']:.2f} = {row['coarse']:.2f}c"
+        f"{size}px {row['pairs_per_s']:.0f} pairs/s | loss {row['loss']:.2f} = {row['coarse']:.2f}c"
         f" {row['fine']:.3f}f {row['pruning']:.2f}p | accuracy {row['accuracy']:.1%}"
         f" error {row['error_px']:.2f} px | kept {row['kept']:.0%} recall {row['recall']:.1%}"
         f" | skipped {row['skipped_steps']}"
