@@ -105,7 +105,7 @@ def test_every_source_gives_every_shape(make, shape, store: PhotoStore, scene: S
 def test_shapes_are_mixed_within_a_run(tmp_path: Path) -> None:
     settings = tmp_path / "run.toml"
     phases = "[[0, 32, 2], [0, [32, 64], 2], [0, [64, 32], 1]]"
-    settings.write_text(f'preset = "tiny"\nsteps = 9\nlog_every = 1\nphases = {phases}\n')
+    settings.write_text(f'preset = "tiny"\nsteps = 6\nlog_every = 1\nphases = {phases}\n')
     config = load_train_config(settings)
     assert config.phases[1] == Phase(0.0, (32, 64), 2)
     Trainer(config, [Weighted(ShiftedTextures())], tmp_path / "run").fit()

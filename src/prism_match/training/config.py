@@ -40,6 +40,8 @@ class TrainConfig:
     phases: tuple[Phase, ...] = (Phase(0.0, 832, 24),)
     prune_from: float = 0.0  # share of the budget after which attention leaves pruned cells out
 
+    difficulty: float = 0.0  # how much more often hard pairs of collections are drawn: see `difficulty.py`
+
     # AdamW, linear warm-up, a constant rate, and over the last `decay` of the budget a cosine down to
     # `final_lr` times the rate.
     lr: float = 8e-4
@@ -76,7 +78,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UserError(f"{name} must be positive, not {value}")
-        for name in ("final_lr", "warmup", "weight_decay", "prune_from"):
+        for name in ("final_lr", "warmup", "weight_decay", "prune_from", "difficulty"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"{name} must be at least 0, not {getattr(self, name)}")
         if self.shard_mib is not None and not 0.5 <= self.shard_mib < math.inf:

@@ -53,6 +53,7 @@ class PairBatch:
     unknown1: Tensor | None = None  # b h/8 w/8, bool
     # Pairs whose truth is good for cells but not for fractions of a pixel (depth out of photos).
     rough: Tensor | None = None  # b, bool; None = all exact
+    bins: Tensor | None = None  # b, int64: the bin of difficulty that a pair is of; -1, None: of none
     names: tuple[str, ...] = ()  # one per pair, for error messages and pictures
 
     def __len__(self) -> int:

@@ -33,6 +33,7 @@ from prism_match.training.checkpoint import (
     save_checkpoint,
 )
 from prism_match.training.config import TrainConfig
+from prism_match.training.difficulty import Difficulty
 from prism_match.training.distributed import join_processes
 from prism_match.training.feed import Feed, Mixer, Weighted, recording
 from prism_match.training.pairs import PairBatch, shape_of
@@ -74,6 +75,10 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config)
         self.mixer = Mixer(sources, config.seed, self.device)
         self.module = self._wrap()
+        self.difficulty: Difficulty | None = None
+        if config.difficulty > 0 and self.mixer.binned is not None:
+            bins = self.mixer.binned.bins
+            self.difficulty = Difficulty(bins, config.difficulty, self.device, self.world)
 
         self.step = 0  # updates done
         self.pairs = 0  # pairs seen, in all processes
@@ -149,7 +154,7 @@ class Trainer:
         phase, c = self.config.phase(min(self.progress(step), 1.0), step), self.config
         pieces = c.accumulate * self.world.size
         mine = range(self.world.rank * c.accumulate, (self.world.rank + 1) * c.accumulate)
-        feed.order(step, mine, phase.batch // pieces, phase.size)
+        feed.order(step, mine, phase.batch // pieces, phase.size, self.difficulty)
 
     def update(self, pieces: Sequence[Work]) -> None:
         """One step of the optimizer. Nothing here waits for the device."""
@@ -163,8 +168,10 @@ class Trainer:
         metrics = torch.zeros(len(METRICS), device=self.device)
         for i, piece in enumerate(pieces):
             with self._synchronised(i == len(pieces) - 1):
-                loss, values = self.module(piece, prune=progress >= c.prune_from)
+                loss, values, found = self.module(piece, prune=progress >= c.prune_from)
                 (loss / len(pieces)).backward()
+            if self.difficulty is not None and piece.batch.bins is not None:
+                self.difficulty.add(piece.batch.bins, found)
             metrics += values / len(pieces)
             self.pairs += len(piece.batch) * self.world.size
         self.latest = pieces[-1].batch
@@ -180,6 +187,8 @@ class Trainer:
         values = torch.cat([metrics, torch.stack([norm, torch.ones_like(norm)])])
         self.sums += torch.where(bad, torch.zeros_like(values), values)
         self.step += 1
+        if self.difficulty is not None:
+            self.difficulty.step_done(self.step)
 
     def _synchronised(self, last: bool) -> AbstractContextManager:
         """Processes exchange gradients once per update, with its last piece."""
@@ -300,6 +309,8 @@ class Trainer:
             return
         tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         tensors |= {f"ema.{k}": v for k, v in self.average.state_dict().items()}
+        if self.difficulty is not None:
+            tensors |= {f"difficulty.{k}": v for k, v in self.difficulty.state().items()}
         if self.config.save_optimizer:
             for name, p in self.model.named_parameters():
                 for key, value in self.optimizer.state.get(p, {}).items():
@@ -329,6 +340,8 @@ class Trainer:
                     "exp_avg": torch.zeros_like(p).copy_(moments[f"{name}.exp_avg"]),
                     "exp_avg_sq": torch.zeros_like(p).copy_(moments[f"{name}.exp_avg_sq"]),
                 }
+        if self.difficulty is not None:
+            self.difficulty.load(checkpoint.group("difficulty"))
         state = checkpoint.state
         self.step, self.pairs, self.elapsed = state["step"], state["pairs"], state["elapsed"]
         self.skipped.fill_(state["skipped"])

@@ -19,7 +19,14 @@ from prism_match.files import is_file
 from prism_match.frames import read_depth, read_gray
 from prism_match.training.data.photometric import CALM, augment
 from prism_match.training.data.photos import mip_maps
-from prism_match.training.data.posed import OVERLAP_BINS, require_fit, scale_intrinsics, spread_weights
+from prism_match.training.data.posed import (
+    OVERLAP_BINS,
+    SCALE_BINS,
+    pair_bins,
+    require_fit,
+    scale_intrinsics,
+    spread_weights,
+)
 from prism_match.training.pairs import CELL, ImageSize, PairBatch, Shape, cell_centres, shape_of
 from prism_match.training.supervision import Warp, depth_at, warp_by_depth
 
@@ -67,6 +74,7 @@ ANCHORS = 32  # co-visible points kept for each pair, around which crops are tak
 MIP_LEVELS = 4
 TOLERANCE = 0.03  # relative depth difference up to which a point counts as seen by both images
 SMALLEST_CROP = 0.35  # its side, as a share of the image's shorter side
+TURN_BINS = (0.0, 12.0, 30.0)  # degrees between the axes of the two cameras
 # Pairs of which less is confirmed are left out: a camera may be right for one part of a scene and wrong for
 # another (a wrong focal length, a clock's dial that has turned).
 CONFIRMED = 0.3
@@ -166,8 +174,23 @@ class ColmapPairs:
         self._pairs, self.overlap, self.ratio, self._anchors, self._extent = (
             torch.cat(x) for x in zip(*found, strict=True)
         )
-        weight = torch.cat(weights)
-        self._cumulative = (weight / weight.sum()).cumsum(0)
+        self._weight = torch.cat(weights)
+        self._bin = pair_bins(self.overlap, self.ratio) * len(TURN_BINS) + self._turn_bins()
+        self._cumulative = torch.zeros_like(self._weight)
+        self.weigh(torch.ones(self.bins, device=self.device))
+
+    bins = len(OVERLAP_BINS) * len(SCALE_BINS) * len(TURN_BINS)  # of difficulty
+
+    def _turn_bins(self) -> Tensor:
+        """n: by how much one camera of a pair is turned against the other."""
+        axis = self._T[:, 2, :3]
+        cos = (axis[self._pairs[:, 0]] * axis[self._pairs[:, 1]]).sum(1).clamp(-1, 1)
+        return torch.bucketize(cos.arccos().rad2deg(), cos.new_tensor(TURN_BINS[1:]))
+
+    def weigh(self, weights: Tensor) -> None:
+        """Pairs are drawn by their own weight times that of their bin (weights: of all bins)."""
+        weight = self._weight * weights[self._bin]
+        self._cumulative.copy_((weight / weight.sum()).cumsum(0))
 
     def _pairs_of(self, model: Model, views: list[PosedView], start: int) -> tuple[Tensor, ...]:
         """Of one scene, whose views are numbered from `start`."""
@@ -271,6 +294,7 @@ class ColmapPairs:
             back.points.view(*cells, 2), back.visible.view(cells),
             unknown0=~there.known.view(cells), unknown1=~back.known.view(cells),
             rough=torch.ones(batch, dtype=torch.bool, device=self.device),
+            bins=self._bin[row],
             names=(self.name,) * batch,
         )  # fmt: skip
 

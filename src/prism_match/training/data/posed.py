@@ -25,11 +25,16 @@ OVERLAP_BINS = (0.05, 0.15, 0.3, 0.5, 0.7)  # share of one image's points that t
 SCALE_BINS = (1.0, 1.5, 2.2, 3.3)  # how much larger one image shows them than the other
 
 
+def pair_bins(overlap: Tensor, ratio: Tensor) -> Tensor:
+    """n, int64: the bin of overlap and scale ratio of each pair."""
+    bins = torch.bucketize(overlap, overlap.new_tensor(OVERLAP_BINS[1:])) * len(SCALE_BINS)
+    return bins + torch.bucketize(ratio, ratio.new_tensor(SCALE_BINS[1:]))
+
+
 def spread_weights(overlap: Tensor, ratio: Tensor) -> Tensor:
     """n: sampling weights that sum to 1; a bin of overlap and scale ratio weighs as the square root of
     the number of its pairs, so that wide baselines and changes of scale are not drowned by easy pairs."""
-    bins = torch.bucketize(overlap, overlap.new_tensor(OVERLAP_BINS[1:])) * len(SCALE_BINS)
-    bins = bins + torch.bucketize(ratio, ratio.new_tensor(SCALE_BINS[1:]))
+    bins = pair_bins(overlap, ratio)
     count = torch.bincount(bins, minlength=len(OVERLAP_BINS) * len(SCALE_BINS))
     weight = count[bins].float().rsqrt()
     return weight / weight.sum()
