@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from prism_match.cli.options import (
+    BackendOption,
     DeviceOption,
     PrecisionOption,
     ThresholdOption,
@@ -134,6 +135,7 @@ def collect(
     weights: WeightsOption = None,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
+    backend: BackendOption = "torch",
     batch: PairsAtOnceOption = None,
     threads: ThreadsOption = -1,
 ) -> None:
@@ -169,7 +171,7 @@ def collect(
     options = CollectOptions(sfm, size, min_points, max_angle=max_angle)
 
     def load_matcher() -> Any:
-        return make_matcher(weights, None, device, precision, match_size, threshold, "never")
+        return make_matcher(weights, None, device, precision, match_size, threshold, "never", backend=backend)
 
     def sweep(model: Path, images: Path, maps: Path) -> DepthCheck:
         return make_depth(model, images, maps, device=where)
