@@ -78,7 +78,8 @@ def place(draw: Draw, rig: Rig, k: int, size: ImageSize, variety: Variety) -> tu
     nearer = distance.amin(-1, keepdim=True).unsqueeze(-1)
     anchor = rig.anchor.view(b, 1, 1, 3) + draw.normal(0.12, b, k, 1, 3) * nearer
     eye = (anchor + offset).clamp(rig.bounds[:, 0].view(b, 1, 1, 3), rig.bounds[:, 1].view(b, 1, 1, 3))
-    target = anchor + draw.normal(0.1, *shape, 3) * nearer
+    aim = torch.where(near, draw.uniform(0, 1, b, k, 1), 1.0).unsqueeze(-1)
+    target = anchor + draw.normal(0.1, *shape, 3) * nearer * aim
     roll = torch.where(
         draw.chance(0.06, *shape), draw.uniform(-math.pi, math.pi, *shape), draw.normal(0.06, *shape)
     )
