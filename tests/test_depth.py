@@ -141,6 +141,7 @@ def test_the_second_sweep_is_more_exact(tmp_path):
             true = cv2.resize(true.astype(np.float32), depth.shape[::-1], interpolation=cv2.INTER_AREA)
             found.append(np.abs(depth / true - 1)[depth > 0])
         errors[side] = np.concatenate(found)
-    assert np.median(errors[160]) < 0.7 * np.median(errors[0])
-    assert np.quantile(errors[160], 0.9) < 0.7 * np.quantile(errors[0], 0.9)
-    assert len(errors[160]) / 160**2 > 0.8 * len(errors[0]) / 96**2
+    # More exact, and no less of it: what the second sweep does not find is the first one's.
+    assert np.median(errors[160]) < 0.75 * np.median(errors[0])
+    assert np.quantile(errors[160], 0.9) < 0.85 * np.quantile(errors[0], 0.9)
+    assert len(errors[160]) / 160**2 > len(errors[0]) / 96**2

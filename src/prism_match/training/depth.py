@@ -6,8 +6,9 @@ light; the best few sources count, so that one that is occluded or full of peopl
 aggregation makes the choice of planes smooth; a parabola gives the depth between planes. A depth is kept
 only where the depth maps of at least two other views agree with it.
 
-A second sweep, over a few inverse depths about the first and in larger images, makes what was kept exact: its
-windows follow the surface instead of planes that face the camera, and neighbours agree once more.
+A second sweep, over a few inverse depths about the first and in larger images, makes it more exact: its
+windows follow the surface instead of planes that face the camera. Where neighbours agree with what it found,
+that is the depth; elsewhere it is that of the first.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ class SweepConfig:
     jump_penalty: float = 0.4  # P2: neighbours further apart
     min_score: float = 0.3  # mean correlation below which a depth is not believed
     tolerance: float = 0.01  # relative depth difference between views that agree
+    reach: float = 1.0  # pixels that a point may be off after the way to another view and back
     agreeing: int = 2  # other views that have to agree; one is enough next to pixels where so many do
     growth: int = 3  # pixels by which a surface may grow that way
     island: float = 0.003  # smallest connected patch that is kept, as a share of the image
     fine_side: int = 768  # pixels of the longer side of the second sweep, and of the map; 0: no second sweep
     fine_planes: int = 9
     fine_reach: float = 1.0  # planes of the first sweep to each side that the second one looks at
-    fine_tolerance: float = 0.005  # as `tolerance`, of the second sweep
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,11 @@ def _make_depth(
         compared = sorted({j for i in wanted for j in (i, *neighbours[i][: config.sources])})
         photos = load_photos(model, image_dir, compared, device)
         raw = _raw_maps(model, photos, neighbours, wanted, depth_dir / ".raw", config)
-        if config.fine_side:
-            raw = _fine_maps(model, photos, neighbours, raw, depth_dir / ".raw" / "fine", config)
-            config = replace(config, tolerance=config.fine_tolerance)
+        fine = _fine_maps(model, photos, neighbours, raw, depth_dir / ".raw" / "fine", config)
         for i in tqdm(missing, desc="agreement", disable=len(missing) < 2):
             depth = agreeing_depth(model, raw, i, neighbours[i], config)
+            if config.fine_side:
+                depth = finer_depth(model, fine, i, neighbours[i], depth, config)
             write_depth(depth_path(depth_dir, model.views[i].name), depth)
     shutil.rmtree(depth_dir / ".raw", ignore_errors=True)
     return check_depth(model, depth_dir)
@@ -249,8 +250,7 @@ def refine(
     span = inverse_range(model, view)
     if not sources or span is None or not (depth > 0).any():
         return torch.zeros_like(image[0, 0])
-    start = _smooth_inverse(depth, image.shape[-2:], config.window)
-    known = F.interpolate((depth > 0).float()[None, None], image.shape[-2:], mode="nearest-exact")[0, 0] > 0
+    start, known = _smooth_inverse(depth, image.shape[-2:], config.window)
     step = config.fine_reach * (span[1] - span[0]) / (config.planes - 1)
     offsets = torch.linspace(-step, step, config.fine_planes, device=image.device)
     inverse = (start + offsets[:, None, None]).clamp(min=1e-9)
@@ -267,9 +267,10 @@ def refine(
     return torch.where(believed, 1 / found.clamp(min=1e-9), torch.zeros_like(found))
 
 
-def _smooth_inverse(depth: Tensor, shape: Sequence[int], window: int) -> Tensor:
-    """Inverse depth h w in the size `shape`: the mean of what is near in depth, so that neither noise nor the
-    step of an edge is in it. Beside a surface, where windows reach, as the surface; 0 elsewhere."""
+def _smooth_inverse(depth: Tensor, shape: Sequence[int], window: int) -> tuple[Tensor, Tensor]:
+    """Inverse depth h w in the size `shape`, and where it is known: the mean of what is near in depth, so
+    that neither noise nor the step of an edge is in it. Beside a surface, where windows reach, as the
+    surface."""
     nearest = F.interpolate(depth[None, None], tuple(shape), mode="nearest-exact")[0, 0]
     known = nearest > 0
     inverse = torch.where(known, 1 / nearest.clamp(min=1e-9), torch.zeros_like(nearest))
@@ -284,7 +285,7 @@ def _smooth_inverse(depth: Tensor, shape: Sequence[int], window: int) -> Tensor:
             weight += near
     smooth = total / weight.clamp(min=1)
     around, share = _box(torch.stack([smooth, known.float()]), 2 * (window // 2) + 1)
-    return torch.where(known, smooth, around / share.clamp(min=1e-6))
+    return torch.where(known, smooth, around / share.clamp(min=1e-6)), known
 
 
 def _fine_maps(
@@ -297,7 +298,7 @@ def _fine_maps(
 ) -> dict[int, Tensor]:
     """Of all raw maps; on disk, too."""
     fine: dict[int, Tensor] = {}
-    for i in tqdm(raw, desc="second sweep", disable=len(raw) < 2):
+    for i in tqdm(raw if config.fine_side else (), desc="second sweep", disable=len(raw) < 2):
         path = depth_path(folder, model.views[i].name)
         if not is_file(path):
             swept = refine(model, photos, i, neighbours[i][: config.sources], raw[i], config)
@@ -436,13 +437,30 @@ def agreeing_depth(
         return np.zeros(depth.shape, np.float32)
     total, votes = depth.clone(), torch.ones_like(depth)
     for j in neighbours:
-        seen, agrees = _seen_from(model, raw, view, j, config.tolerance)
+        seen, agrees = _seen_from(model, raw, view, j, config)
         total += torch.where(agrees, seen, torch.zeros_like(seen))
         votes += agrees
     fused = total / votes
     kept = _grow(fused, votes > config.agreeing, votes > 1, config)
     fused = torch.where(kept, fused, torch.zeros_like(fused))
     return _without_islands(fused.cpu().numpy(), config)
+
+
+def finer_depth(
+    model: Model,
+    fine: dict[int, Tensor],
+    view: int,
+    neighbours: Sequence[int],
+    depth: np.ndarray,
+    config: SweepConfig,
+) -> np.ndarray:
+    """h w float32, in the size of the second sweep: what it found where neighbours agree, else `depth`."""
+    # As far as before, in smaller pixels.
+    finer = replace(config, reach=config.reach * config.fine_side / config.long_side)
+    agreed = agreeing_depth(model, fine, view, neighbours, finer)
+    start, known = _smooth_inverse(torch.from_numpy(depth), agreed.shape, config.window)
+    first = torch.where(known, 1 / start.clamp(min=1e-9), torch.zeros_like(start)).numpy()
+    return np.where(agreed > 0, agreed, first)
 
 
 def _grow(depth: Tensor, sure: Tensor, likely: Tensor, config: SweepConfig) -> Tensor:
@@ -462,7 +480,7 @@ def _scaled_intrinsics(model: Model, view: int, depth: Tensor) -> np.ndarray:
 
 
 def _seen_from(
-    model: Model, raw: dict[int, Tensor], a: int, b: int, tolerance: float
+    model: Model, raw: dict[int, Tensor], a: int, b: int, config: SweepConfig
 ) -> tuple[Tensor, Tensor]:
     """The depth in `a`, h w, of what `b` sees where `a`'s points land in `b`, and whether both agree."""
     depth, other = raw[a], raw[b]
@@ -478,9 +496,9 @@ def _seen_from(
     there = other[row.long(), column.long()]
     x2, y2, z2 = _project(column, row, there, Kb, Ka, np.linalg.inv(relative))
     # Half a pixel is lost by rounding in `b`, which may be the coarser of the two.
-    reach = 1.0 + 0.5 * (Ka[0, 0] / depth.clamp(min=1e-6)) / (Kb[0, 0] / z.clamp(min=1e-6))
+    reach = config.reach + 0.5 * (Ka[0, 0] / depth.clamp(min=1e-6)) / (Kb[0, 0] / z.clamp(min=1e-6))
     near = (x2 - x).square() + (y2 - y).square() < reach.clamp(max=4).square()
-    agrees = inside & (there > 0) & near & ((z2 - depth).abs() < tolerance * depth)
+    agrees = inside & (there > 0) & near & ((z2 - depth).abs() < config.tolerance * depth)
     return z2, agrees
 
 

@@ -299,7 +299,7 @@ def meet_crowd(crowd: Crowd, rays: Tensor, depth: Tensor) -> People:
     around = torch.atan2(rays[..., 1], rays[..., 0])
     zero = torch.zeros_like(depth)
     found = People(zero > 1, depth, zero, zero, zero)
-    rows = (t.unsqueeze(-1).unbind(1) for t in (crowd.radius, crowd.room, crowd.full, crowd.seed))
+    rows = [t.unsqueeze(-1).unbind(1) for t in (crowd.radius, crowd.room, crowd.full, crowd.seed)]
     for radius, room, full, seed in zip(*rows, strict=True):
         way = radius / level
         along = around * radius / room
