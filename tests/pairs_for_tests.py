@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from prism_match.training.pairs import PairBatch, cell_centres
+from prism_match.training.pairs import ImageSize, PairBatch, cell_centres, shape_of
 
 
 class ShiftedTextures:
@@ -18,17 +18,18 @@ class ShiftedTextures:
         self.break_at = break_at  # numbers of the calls that fail
         self.calls = 0
 
-    def sample(self, batch: int, size: int, generator: torch.Generator) -> PairBatch:
+    def sample(self, batch: int, size: ImageSize, generator: torch.Generator) -> PairBatch:
         self.calls += 1
         if self.calls in self.break_at:
             raise ValueError("sample 17 is broken")
         if self.fixed:
             generator = torch.Generator().manual_seed(7)
         margin = 16
-        side = size + 2 * margin
+        height, width = shape_of(size)
+        sides = height + 2 * margin, width + 2 * margin
         noise = [
             F.interpolate(
-                torch.rand(batch, 1, side // k, side // k, generator=generator), (side, side), mode="bilinear"
+                torch.rand(batch, 1, *(n // k for n in sides), generator=generator), sides, mode="bilinear"
             )
             for k in (2, 4, 8)
         ]
@@ -37,12 +38,12 @@ class ShiftedTextures:
         image0 = scene[..., margin:-margin, margin:-margin]
         image1 = torch.stack(
             [
-                scene[b, :, margin + y : margin + y + size, margin + x : margin + x + size]
+                scene[b, :, margin + y : margin + y + height, margin + x : margin + x + width]
                 for b, (x, y) in enumerate(shift.tolist())
             ]
         )
-        centres = cell_centres(size, size).expand(batch, -1, -1, -1)
+        centres = cell_centres(height, width).expand(batch, -1, -1, -1)
         move = shift[:, None, None].float()
         warps = [centres - move, centres + move]
-        seen = [((w >= 0) & (w <= size - 1)).all(-1) for w in warps]
+        seen = [((w >= 0) & (w <= torch.tensor([width - 1, height - 1]))).all(-1) for w in warps]
         return PairBatch(image0, image1, warps[0], seen[0], warps[1], seen[1], names=("shifted",) * batch)

@@ -301,3 +301,16 @@ def test_names_stay_in_their_folder(scene, tmp_path, name):
     with pytest.raises(UserError, match="leads outside the folder of the images") as error:
         read_model(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_bins_that_weigh_more_are_drawn_more_often(scene):
+    source = ColmapPairs([collection(scene)], photometric=False)
+    drawn = source.sample(300, 32, torch.Generator().manual_seed(0)).bins
+    assert len(source._bin.unique()) > 1 and set(drawn.tolist()) <= set(source._bin.tolist())
+    rare = source._bin.unique()[torch.stack([(drawn == k).sum() for k in source._bin.unique()]).argmin()]
+    weights = torch.ones(source.bins)
+    weights[rare] = 20.0
+    place = source._cumulative.data_ptr()  # what is recorded on a GPU reads it there
+    source.weigh(weights)
+    again = source.sample(300, 32, torch.Generator().manual_seed(0)).bins
+    assert (again == rare).sum() > 2 * (drawn == rare).sum() and source._cumulative.data_ptr() == place

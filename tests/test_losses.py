@@ -18,8 +18,8 @@ from prism_match.training.config import PRESETS as TRAIN_PRESETS
 from prism_match.training.losses import (
     Sampled,
     coarse_loss,
+    found_matches,
     heat_loss,
-    match_accuracy,
     own_matches,
     pruning_loss,
     pruning_metrics,
@@ -90,7 +90,7 @@ def test_coarse_loss_is_the_mean_of_minus_log_p(generator, masked, weighted):
         expected.append(-sum(math.log(p(i, j)) for i, j in pairs) / max(len(pairs), 1))
         right += sum(max(kept[1], key=lambda k, i=i: p(i, k)) == j for i, j in pairs)
     assert loss.item() == pytest.approx(sum(expected) / B, rel=1e-4)
-    assert match_accuracy(order, truth).item() == pytest.approx(right / 13)
+    assert found_matches(order, truth).sum(0).tolist() == [right, 13]
 
 
 def test_coarse_loss_agrees_with_the_model_s_own_confidence(generator):
@@ -238,7 +238,7 @@ def test_the_paper_s_preset_refines_what_the_model_found():
     _, own = step.own_matches(last, a, b, work.truth)
     assert own.any() and (own <= (work.truth.match0 >= 0)).all()
     assert TrainingStep(model, LossConfig(), bf16=False).own_matches(last, a, b, work.truth)[1] is None
-    loss, _ = step(work, prune=True)
+    loss, *_ = step(work, prune=True)
     loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
     assert TRAIN_PRESETS["paper"].loss.fine == "paper"
@@ -338,7 +338,7 @@ def test_loss_and_gradients_stay_finite(kind, prune, fine):
     torch.manual_seed(0)
     loss_config = LossConfig(refine=16, fine=fine, deep=0.5)
     step = TrainingStep(PRISM(PRESETS["tiny"]), loss_config, bf16=False).train()
-    loss, metrics = step(work_of(degenerate(kind)), prune)
+    loss, metrics, _ = step(work_of(degenerate(kind)), prune)
     loss.backward()
     assert torch.isfinite(loss) and torch.isfinite(metrics).all() and metrics.shape == (len(METRICS),)
     for name, p in step.model.named_parameters():
@@ -349,7 +349,7 @@ def test_loss_and_gradients_stay_finite(kind, prune, fine):
 def test_every_parameter_gets_a_gradient(preset):
     torch.manual_seed(0)
     step = TrainingStep(PRISM(small(PRESETS[preset])), LossConfig(refine=16), bf16=False).train()
-    loss, _ = step(work_of(pairs()), prune=True)
+    loss, *_ = step(work_of(pairs()), prune=True)
     loss.backward()
     without = [n for n, p in step.model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     assert without == []

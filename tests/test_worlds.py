@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -13,7 +14,7 @@ from prism_match.training.data.photometric import Draw
 from prism_match.training.data.photos import PhotoStore
 from prism_match.training.data.worlds import FAMILIES, Worlds
 from prism_match.training.data.worlds.families import RECTS, ROUNDS, Rig
-from prism_match.training.data.worlds.render import FARTHEST, NEAREST, View, cast, make_view
+from prism_match.training.data.worlds.render import FARTHEST, NEAREST, Light, View, cast, make_view
 from prism_match.training.data.worlds.scene import (
     Builder,
     Cameras,
@@ -27,13 +28,17 @@ from prism_match.training.data.worlds.scene import (
 from prism_match.training.data.worlds.source import (
     choose_cameras,
     random_light,
+    swapped,
     twice,
     warp_cells,
     warp_points,
 )
-from prism_match.training.pairs import cell_centres
+from prism_match.training.data.worlds.variety import Variety
+from prism_match.training.pairs import PairBatch, cell_centres
+from prism_match.training.supervision import coarse_ground_truth
 
 SIZE = 64
+PLAIN_DAYS = Variety(0, 0, 6.0, 0, 0, 0, 0, 0, 0)  # none of the ways that worlds are made hard in
 Vector = np.ndarray
 
 
@@ -61,7 +66,7 @@ def two_views(family: str, b: int = 6, seed: int = 3, size: int = SIZE) -> View:
     builder = Builder(Draw(generator(seed)), b)
     rig = FAMILIES[family](builder)
     scene = finish(builder)
-    return make_view(twice(scene), choose_cameras(builder.draw, scene, rig, size, 6.0), size)
+    return make_view(twice(scene), choose_cameras(builder.draw, scene, rig, size, PLAIN_DAYS), size)
 
 
 def both(*views: View) -> View:
@@ -288,9 +293,9 @@ def test_families_give_overlap_in_range(family: str) -> None:
 def test_images_agree_where_visible(store: PhotoStore) -> None:
     """In even light, patches correlate at the true place, and much less when moved by one pixel."""
     b, size = 4, 64
-    source, rng = Worlds(store), generator(23)
+    source, rng = Worlds(store, variety=PLAIN_DAYS), generator(23)
     views = source.views(b, size, rng)
-    light = random_light(Draw(rng), views, 12)
+    light = random_light(Draw(rng), views, size, 12, PLAIN_DAYS)
     light.ambient, light.fog = torch.ones_like(light.ambient), torch.full_like(light.fog, 1e9)
     light.gain, light.fill, light.lit = torch.ones_like(light.gain), light.fill * 0, light.lit * 0
     image0, image1 = source._render(views, light, size).chunk(2)
@@ -350,3 +355,162 @@ def test_too_many_primitives_are_refused() -> None:
     builder.rects(stack3(side, side, side), stack3(side, 0.0, 0.0), stack3(0.0, 0.0, side))
     with pytest.raises(ValueError, match="at most"):
         builder.build(RECTS, ROUNDS)
+
+
+# -- what is hard about them -----------------------------------------------------------------------------
+
+
+def hard(
+    store: PhotoStore, b: int = 6, seed: int = 3, only: str = "", **changes: float
+) -> tuple[Worlds, View, Light]:
+    """Both views of worlds that are hard in the given way only, and their light."""
+    families = {only: FAMILIES[only]} if only else None
+    source = Worlds(store, families=families, photometric=False, variety=replace(PLAIN_DAYS, **changes))
+    views = source.views(b, SIZE, generator(seed))
+    return source, views, random_light(Draw(generator(seed)), views, SIZE, store.count, source.variety)
+
+
+def photographed(source: Worlds, views: View, seed: int = 3) -> PairBatch:
+    """In the light that `hard` gives."""
+    return source.photograph(views, SIZE, generator(seed))
+
+
+@pytest.mark.parametrize("kind", ["near", "zoom", "night", "snow", "crowds", "alike", "still_skies"])
+def test_what_is_seen_twice_is_where_depth_says(store: PhotoStore, kind: str) -> None:
+    _, views, light = hard(store, **{kind: 1.0})
+    warp, visible = warp_cells(views, SIZE, light)
+    first, second = halves(views)
+    x, y = cell_centres(SIZE, SIZE).reshape(1, -1, 2).expand(6, -1, 2).unbind(-1)
+    depth, middle = cast(first, x, y).depth.double(), (SIZE - 1) / 2
+    eye, axes, focal = (t.double() for t in vars(first.camera).values())
+    local = torch.stack(
+        [(x - middle) / focal[:, None], (y - middle) / focal[:, None], torch.ones_like(x)], -1
+    )
+    point = eye[:, None] + depth[..., None] * (local @ axes)
+    eye, axes, focal = (t.double() for t in vars(second.camera).values())
+    there = (point - eye[:, None]) @ axes.mT
+    want = there[..., :2] / there[..., 2:] * focal[:, None, None] + middle
+    seen, got = visible[:6].flatten(1), warp[:6].flatten(1, 2).double()
+    assert seen.sum() > 50
+    assert (got - want)[seen].norm(dim=-1).max() < 0.05
+    # The other view's depth at that place is the point's, so nothing stands before it.
+    other = cast(second, *want.float().unbind(-1)).depth
+    assert ((other - there[..., 2]).abs() / there[..., 2])[seen].max() < 0.005
+
+
+def test_near_views_hardly_differ_and_zooms_do(store: PhotoStore) -> None:
+    def apart(**changes: float) -> torch.Tensor:
+        first, second = halves(
+            Worlds(store, variety=replace(PLAIN_DAYS, **changes)).views(27, SIZE, generator(1))
+        )
+        far = (first.camera.eye - second.camera.eye).norm(dim=-1)
+        middle = torch.full((27, 1), (SIZE - 1) / 2)
+        return far / cast(first, middle, middle).depth[:, 0]
+
+    assert apart(near=1.0).median() < 0.1 < 0.3 < apart().median()
+
+    views = Worlds(store, variety=replace(PLAIN_DAYS, zoom=1.0, max_scale=8.0)).views(27, SIZE, generator(1))
+    x, y = cell_centres(SIZE, SIZE).reshape(1, -1, 2).expand(54, -1, 2).unbind(-1)
+    ends = [warp_points(views, swapped(views), SIZE, x + dx, y) for dx in (-0.5, 0.5)]
+    growth = (ends[1][0] - ends[0][0]).norm(dim=-1)
+    growth[~(ends[0][1] & ends[1][1])] = torch.nan
+    ratio = growth.nanmedian(1).values
+    ratio = torch.maximum(ratio, 1 / ratio)
+    assert ratio.nanmedian() > 3 and (ratio > 5).float().mean() > 0.1
+
+
+def hidden_pixels(source: Worlds, views: View, light: Light, without: Light) -> torch.Tensor:
+    """2b h w: pixels that change, with all within two of them, when a thing is taken away."""
+    images = [source._render(views, x, SIZE) for x in (light, without)]
+    same = ((images[0] - images[1]).abs() < 1e-4).float()
+    return F.max_pool2d(same, 5, 1, 2)[:, 0] == 0
+
+
+def test_crowds_hide_and_are_never_matched(store: PhotoStore) -> None:
+    source, views, light = hard(store, b=4, only="square", crowds=1.0)
+    batch = photographed(source, views)
+    nobody = replace(light, crowd=replace(light.crowd, radius=light.crowd.radius * 0))
+    pixels = hidden_pixels(source, views, light, nobody)
+    cells = pixels[:, 4::8, 4::8]
+    assert (cells & warp_cells(views, SIZE, nobody)[1]).sum() >= 5  # where there are matches without them
+    truth = coarse_ground_truth(batch)
+    assert not (cells & torch.cat([batch.visible0, batch.visible1])).any()
+    assert torch.cat([truth.unmatchable0, truth.unmatchable1])[cells.flatten(1)].all()
+    # Nor does anything of the other view land on them.
+    x, y = batch.warp0.round().long().clamp(0, SIZE - 1).unbind(-1)
+    world = torch.arange(len(batch)).view(-1, 1, 1) + len(batch)
+    assert not (batch.visible0 & pixels[world, y, x]).any()
+
+
+def test_snow_hides_what_it_lies_on(store: PhotoStore) -> None:
+    source, views, light = hard(store, b=4, only="clutter", snow=1.0)
+    everywhere, nowhere = torch.full((4,), 2.0), torch.full((4,), -2.0)
+    bare, one_only, both_views = (
+        replace(light, snow=torch.cat(x))
+        for x in ((nowhere, nowhere), (everywhere, nowhere), (everywhere, everywhere))
+    )
+    covered = hidden_pixels(source, views, one_only, bare)[:4, 4::8, 4::8]
+    before, after, snowed_in = (warp_cells(views, SIZE, x)[1][:4] for x in (bare, one_only, both_views))
+    assert (covered & before).sum() > 10 and not (covered & after).any()
+    assert after.sum() > 10 and not (after & ~before).any()
+    # Where both have it, it is a surface as any other.
+    assert torch.equal(snowed_in, before)
+
+
+def test_clouds_that_stand_still_are_never_matched(store: PhotoStore) -> None:
+    source, views, light = hard(store, b=4, only="towers", still_skies=1.0)
+    batch = photographed(source, views)
+    for value in (light.sky, light.sky_photo, light.sky_turn):
+        assert torch.equal(*value.chunk(2))
+    x, y = cell_centres(SIZE, SIZE).reshape(1, -1, 2).expand(8, -1, 2).unbind(-1)
+    sky0, sky1 = (~cast(views, x, y).met).chunk(2)
+    truth = coarse_ground_truth(batch)
+    assert (sky0.any(1) & sky1.any(1)).sum() >= 2
+    assert truth.unmatchable0[sky0].all() and truth.unmatchable1[sky1].all()
+
+
+def test_twins_share_their_bays_and_nothing_else(store: PhotoStore) -> None:
+    source, views, _ = hard(store, b=3, only="temple", twins=1.0)
+    batch = photographed(source, views)
+    truth = coarse_ground_truth(batch)
+    assert not batch.visible0.any() and not batch.visible1.any()
+    assert truth.unmatchable0.all() and truth.unmatchable1.all()
+    first, second = (v.look for v in halves(views))
+    walls = first.mirror[:, : RECTS + ROUNDS] < 0.5
+    photo0, photo1 = (v.photo[:, : RECTS + ROUNDS] for v in (first, second))
+    assert torch.equal(photo0[walls][:, 1:], photo1[walls][:, 1:])
+    assert (photo0[..., 0] != photo1[..., 0]).float().mean() > 0.5
+    assert first.mix[:, : RECTS + ROUNDS][walls].max() <= 0.6
+
+
+def test_walls_of_one_make(store: PhotoStore) -> None:
+    only = {"towers": FAMILIES["towers"]}
+    looks = [
+        Worlds(store, families=only, variety=replace(PLAIN_DAYS, alike=share))
+        .views(4, SIZE, generator(2))
+        .look
+        for share in (1.0, 0.0)
+    ]
+    kinds = [len(torch.unique(look.photo[0, :12, 1])) for look in looks]  # the sides of three towers
+    assert kinds[0] == 1 and kinds[1] > 4
+
+
+def test_shares_of_families(store: PhotoStore) -> None:
+    def one(height: float):  # noqa: ANN202
+        def family(w: Builder) -> Rig:
+            side = w.number(height, 1)
+            w.rects(stack3(-side / 2, 0.0, 0.0), stack3(side, 0.0, 0.0), stack3(0.0, 0.0, side))
+            return FAMILIES["square"](Builder(w.draw, w.b))
+
+        return family
+
+    families = {"low": one(3.0), "high": one(9.0), "none": one(5.0)}
+    shares = replace(PLAIN_DAYS, families={"low": 3.0, "none": 0})
+    source = Worlds(store, families=families, variety=shares)
+    heights = torch.cat([source._build(Draw(generator(k)), 3)[0].rects.up[:, 0, 2] for k in range(60)])
+    assert set(heights.tolist()) == {3.0, 9.0}
+    assert 0.65 < (heights == 3).float().mean() < 0.85
+    with pytest.raises(ValueError, match="no family of worlds is called castle"):
+        Worlds(store, variety=Variety(families={"castle": 1.0}))
+    with pytest.raises(ValueError, match="crowds must be from 0 to 1"):
+        Variety(crowds=1.5)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from prism_match.cli.options import (
+    BackendOption,
     DeviceOption,
     PrecisionOption,
     ThresholdOption,
@@ -55,6 +56,9 @@ def preview(
     rgbd: RgbdOption = None,
     pairs: Annotated[int, typer.Option(help="Pairs of each source.")] = 16,
     size: Annotated[int, typer.Option(help="Side of the images, a multiple of 32.")] = 320,
+    preset: Annotated[
+        Optional[str], typer.Option(help="A TOML file of `prism train`, for its [worlds].")
+    ] = None,
     seed: int = 0,
     device: DeviceOption = "auto",
 ) -> None:
@@ -64,6 +68,7 @@ def preview(
     from prism_match.files import writable_folder
     from prism_match.images import write_png
     from prism_match.matcher import find_device
+    from prism_match.training.config import load_train_config
     from prism_match.training.data.preview import preview as draw
     from prism_match.training.sources import SourceOptions, make_sources
 
@@ -73,7 +78,8 @@ def preview(
         raise UserError(f"--pairs must be at least 1, not {pairs}")
     logging.basicConfig(format="%(message)s")
     where = find_device(device)
-    options = SourceOptions(photos or (), worlds, colmap or (), megadepth, rgbd or ())
+    variety = load_train_config(preset or "quick").worlds
+    options = SourceOptions(photos or (), worlds, colmap or (), megadepth, rgbd or (), variety=variety)
     sources = [weighted.source for weighted in make_sources(options, where)]
     folder = writable_folder(out)
     for source in sources:
@@ -129,6 +135,7 @@ def collect(
     weights: WeightsOption = None,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
+    backend: BackendOption = "torch",
     batch: PairsAtOnceOption = None,
     threads: ThreadsOption = -1,
 ) -> None:
@@ -164,7 +171,7 @@ def collect(
     options = CollectOptions(sfm, size, min_points, max_angle=max_angle)
 
     def load_matcher() -> Any:
-        return make_matcher(weights, None, device, precision, match_size, threshold, "never")
+        return make_matcher(weights, None, device, precision, match_size, threshold, "never", backend=backend)
 
     def sweep(model: Path, images: Path, maps: Path) -> DepthCheck:
         return make_depth(model, images, maps, device=where)

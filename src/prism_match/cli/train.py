@@ -82,7 +82,9 @@ def train(
     _, where = join_processes(find_device(device))  # each process of torchrun has a device of its own
     if where.type == "cpu" and compile is None:
         config = config.replace(compile=False)
-    options = SourceOptions(photos or (), worlds, colmap or (), megadepth, rgbd or (), mix, config.compile)
+    options = SourceOptions(
+        photos or (), worlds, colmap or (), megadepth, rgbd or (), mix, config.compile, variety=config.worlds
+    )
     if resume and init is not None:
         raise UserError("--resume and --init exclude each other")
     if not resume and checkpoints(out):

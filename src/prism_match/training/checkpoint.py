@@ -39,7 +39,8 @@ STATE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Tensors by name ("model.", "ema.", "optimizer." and the parameter's name) and plain values."""
+    """Tensors by name ("model.", "ema.", "optimizer." and the parameter's name; "difficulty.") and plain
+    values."""
 
     tensors: dict[str, Tensor]
     state: dict[str, Any]

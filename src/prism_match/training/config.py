@@ -12,16 +12,19 @@ from typing import Any
 from prism_match.config import PRESETS as MODEL_PRESETS
 from prism_match.config import ModelConfig, checked, parse_toml, preset_or_file
 from prism_match.errors import UserError
+from prism_match.training.data.worlds.variety import Variety
+from prism_match.training.pairs import ImageSize, shape_of
 from prism_match.training.step import LossConfig
 
 
 @dataclass(frozen=True)
 class Phase:
-    """From this share of the budget on: pairs of `size` x `size` pixels, `batch` of them per update. Phases
-    of one start take turns at random, so that sizes are mixed within a run."""
+    """From this share of the budget on: pairs of images of `size` (a side, or height and width), `batch` of
+    them per update. Phases of one start take turns at random, so that sizes and shapes are mixed within a
+    run."""
 
     start: float
-    size: int
+    size: ImageSize
     batch: int
 
 
@@ -29,12 +32,15 @@ class Phase:
 class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    worlds: Variety = field(default_factory=Variety)
 
     # The budget: updates, or minutes of wall clock over all resumptions. The schedule follows it.
     steps: int | None = None
     minutes: float | None = None
     phases: tuple[Phase, ...] = (Phase(0.0, 832, 24),)
     prune_from: float = 0.0  # share of the budget after which attention leaves pruned cells out
+
+    difficulty: float = 0.0  # how much more often hard pairs of collections are drawn: see `difficulty.py`
 
     # AdamW, linear warm-up, a constant rate, and over the last `decay` of the budget a cosine down to
     # `final_lr` times the rate.
@@ -63,15 +69,16 @@ class TrainConfig:
         if not starts or starts[0] != 0 or starts != sorted(starts) or starts[-1] >= 1:
             raise UserError("phases must begin at 0 of the budget, in order, each before 1")
         for phase in self.phases:
-            if phase.size < 32 or phase.size % 32:
-                raise UserError(f"size must be a multiple of 32, not {phase.size}")
+            for side in shape_of(phase.size):
+                if side < 32 or side % 32:
+                    raise UserError(f"size must be a multiple of 32, not {side}")
             if phase.batch < 1:
                 raise UserError(f"batch must be at least 1, not {phase.batch}")
         for name in ("lr", "clip", "accumulate", "log_every", "steps", "minutes"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UserError(f"{name} must be positive, not {value}")
-        for name in ("final_lr", "warmup", "weight_decay", "prune_from"):
+        for name in ("final_lr", "warmup", "weight_decay", "prune_from", "difficulty"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"{name} must be at least 0, not {getattr(self, name)}")
         if self.shard_mib is not None and not 0.5 <= self.shard_mib < math.inf:
@@ -126,7 +133,8 @@ PRESETS: dict[str, TrainConfig] = {
 
 def load_train_config(name_or_file: str | Path) -> TrainConfig:
     """A preset by its name, or a TOML file: keys of TrainConfig, `preset` (what it starts from), `phases` as
-    [[start, size, batch], ...], and the tables [model] and [loss]."""
+    [[start, size, batch], ...] (size: a side, or [height, width]), and the tables [model], [loss] and
+    [worlds]."""
     path = preset_or_file(name_or_file, PRESETS)
     if isinstance(path, TrainConfig):
         return path
@@ -143,13 +151,16 @@ def load_train_config(name_or_file: str | Path) -> TrainConfig:
 def merged(base: TrainConfig, values: dict[str, Any]) -> TrainConfig:
     """`base` with the values of a TOML file or of `to_dict`. ValueError, in one line, if one is wrong."""
     # Settings that need not be there, and those that are tables in a file, by values of their types.
-    defaults = {**vars(base), "steps": 1, "minutes": 1.0, "shard_mib": 1.0, "model": {}, "loss": {}}
+    defaults = {**vars(base), "steps": 1, "minutes": 1.0, "shard_mib": 1.0}
+    defaults |= {"model": {}, "loss": {}, "worlds": {}}
     given = checked(defaults, {k: v for k, v in values.items() if v is not None})
     changes = {**values, **given}
     if "model" in changes:
         changes["model"] = ModelConfig.from_dict({**base.model.to_dict(), **changes["model"]})
     if "loss" in changes:
         changes["loss"] = dataclasses.replace(base.loss, **checked(vars(base.loss), changes["loss"]))
+    if "worlds" in changes:
+        changes["worlds"] = dataclasses.replace(base.worlds, **checked(vars(base.worlds), changes["worlds"]))
     if "phases" in changes:
         changes["phases"] = tuple(_phase(p) for p in changes["phases"])
     return dataclasses.replace(base, **changes)
@@ -158,6 +169,10 @@ def merged(base: TrainConfig, values: dict[str, Any]) -> TrainConfig:
 def _phase(values: Any) -> Phase:
     try:
         start, size, batch = values
+        if isinstance(size, (list, tuple)):
+            height, width = size
+            return Phase(float(start), (int(height), int(width)), int(batch))
         return Phase(float(start), int(size), int(batch))
     except (ValueError, TypeError, OverflowError):
-        raise ValueError(f"a phase is [start, size, batch], not {values!r}") from None
+        reason = "a phase is [start, size, batch], its size a number or [height, width]"
+        raise ValueError(f"{reason}, not {values!r}") from None

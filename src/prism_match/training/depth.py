@@ -5,13 +5,17 @@ are warped onto each plane and compared by zero-normalised cross-correlation, wh
 light; the best few sources count, so that one that is occluded or full of people does no harm; semi-global
 aggregation makes the choice of planes smooth; a parabola gives the depth between planes. A depth is kept
 only where the depth maps of at least two other views agree with it.
+
+A second sweep, over a few inverse depths about the first and in larger images, makes it more exact: its
+windows follow the surface instead of planes that face the camera. Where neighbours agree with what it found,
+that is the depth; elsewhere it is that of the first.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import cv2
@@ -46,9 +50,13 @@ class SweepConfig:
     jump_penalty: float = 0.4  # P2: neighbours further apart
     min_score: float = 0.3  # mean correlation below which a depth is not believed
     tolerance: float = 0.01  # relative depth difference between views that agree
+    reach: float = 1.0  # pixels that a point may be off after the way to another view and back
     agreeing: int = 2  # other views that have to agree; one is enough next to pixels where so many do
     growth: int = 3  # pixels by which a surface may grow that way
     island: float = 0.003  # smallest connected patch that is kept, as a share of the image
+    fine_side: int = 768  # pixels of the longer side of the second sweep, and of the map; 0: no second sweep
+    fine_planes: int = 9
+    fine_reach: float = 1.0  # planes of the first sweep to each side that the second one looks at
 
 
 @dataclass(frozen=True)
@@ -85,8 +93,11 @@ def _make_depth(
         compared = sorted({j for i in wanted for j in (i, *neighbours[i][: config.sources])})
         photos = load_photos(model, image_dir, compared, device)
         raw = _raw_maps(model, photos, neighbours, wanted, depth_dir / ".raw", config)
+        fine = _fine_maps(model, photos, neighbours, raw, depth_dir / ".raw" / "fine", config)
         for i in tqdm(missing, desc="agreement", disable=len(missing) < 2):
             depth = agreeing_depth(model, raw, i, neighbours[i], config)
+            if config.fine_side:
+                depth = finer_depth(model, fine, i, neighbours[i], depth, config)
             write_depth(depth_path(depth_dir, model.views[i].name), depth)
     shutil.rmtree(depth_dir / ".raw", ignore_errors=True)
     return check_depth(model, depth_dir)
@@ -175,28 +186,125 @@ def sweep(
     """Depth h w of one view, not yet checked against others, 0 where it is not believed, and its score."""
     reference = model.views[view]
     scale = min(config.long_side / max(reference.width, reference.height), 1.0)
-    image, K = _resized(photos[view], reference.K, scale)
+    image, _ = _resized(photos[view], reference.K, scale)
     h, w = image.shape[-2:]
+    span = inverse_range(model, view)
+    if not sources or span is None:
+        return image.new_zeros(h, w), image.new_zeros(h, w)
+    inverse = torch.linspace(*span, config.planes, device=image.device)
+    score = compare(model, photos, view, sources, scale, inverse[:, None, None], config)
+    return _pick(score, image, inverse, config)
+
+
+def inverse_range(model: Model, view: int) -> tuple[float, float] | None:
+    """Least and greatest inverse depth that a view may have; None: it sees no points."""
+    reference = model.views[view]
     depths = reference.depth_of(model.points[reference.points])
     depths = depths[depths > 0]
-    if not sources or not len(depths):
-        return image.new_zeros(h, w), image.new_zeros(h, w)
+    if not len(depths):
+        return None
     near, far = np.percentile(depths, [1, 99])
-    inverse = torch.linspace(0.8 / far, 1.25 / near, config.planes, device=image.device)
-    best = image.new_full((config.best, config.planes, h, w), -1.0)
-    chunk = 6 if image.device.type == "cpu" else config.planes  # what fits into a CPU's cache
+    return float(0.8 / far), float(1.25 / near)
+
+
+def compare(
+    model: Model,
+    photos: dict[int, Tensor],
+    view: int,
+    sources: Sequence[int],
+    scale: float,
+    inverse: Tensor,
+    config: SweepConfig,
+) -> Tensor:
+    """d h w: how well the best few sources fit a view, at `scale`, at inverse depths d h w (or d 1 1)."""
+    reference, planes = model.views[view], len(inverse)
+    image, K = _resized(photos[view], reference.K, scale)
+    best = image.new_full((config.best, planes, *image.shape[-2:]), -1.0)
+    chunk = 6 if image.device.type == "cpu" else planes  # what fits into a CPU's cache
     for j in sources:
         ids, _, _ = model.shared(view, j)
         ratio = max(float(np.median(relative_scale(model, view, j, ids))), 0.05)
         # Both at the same scale: otherwise a closer photo is aliased and the windows differ.
         other, K_other = _resized(photos[j], model.views[j].K, min(scale / ratio, 1.0))
         relative = model.views[j].T @ np.linalg.inv(reference.T)
-        for k in range(0, config.planes, chunk):
+        for k in range(0, planes, chunk):
             part = slice(k, k + chunk)
             scores = correlate(image, other, K, K_other, relative, inverse[part], config.window)
             _insert(best[:, part], scores)
-    score = best.clamp(min=0).mean(0)  # planes h w
-    return _pick(score, image, inverse, config)
+    return best.clamp(min=0).mean(0)
+
+
+@torch.no_grad()
+def refine(
+    model: Model,
+    photos: dict[int, Tensor],
+    view: int,
+    sources: Sequence[int],
+    depth: Tensor,
+    config: SweepConfig,
+) -> Tensor:
+    """h w, larger: a depth map (0: none) made exact by a sweep about it, 0 where that finds no best depth."""
+    reference = model.views[view]
+    scale = min(config.fine_side / max(reference.width, reference.height), 1.0)
+    image, _ = _resized(photos[view], reference.K, scale)
+    span = inverse_range(model, view)
+    if not sources or span is None or not (depth > 0).any():
+        return torch.zeros_like(image[0, 0])
+    start, known = _smooth_inverse(depth, image.shape[-2:], config.window)
+    step = config.fine_reach * (span[1] - span[0]) / (config.planes - 1)
+    offsets = torch.linspace(-step, step, config.fine_planes, device=image.device)
+    inverse = (start + offsets[:, None, None]).clamp(min=1e-9)
+    score = compare(model, photos, view, sources, scale, inverse, config)
+    # Windows of neighbours see nearly the same: their mean costs little sharpness and much noise.
+    index = _box(score, 3).argmax(0)
+    last = len(offsets) - 1
+    middle = index.clamp(1, last - 1)
+    low, mid, high = (score.gather(0, (middle + i)[None])[0] for i in (-1, 0, 1))
+    bend = (2 * mid - low - high).clamp(min=1e-6)
+    part = (0.5 * (high - low) / bend).clamp(-1, 1)
+    found = start + offsets[0] + (middle + part) * (offsets[1] - offsets[0])
+    believed = known & (found > 0) & (mid > config.min_score) & (index > 0) & (index < last)
+    return torch.where(believed, 1 / found.clamp(min=1e-9), torch.zeros_like(found))
+
+
+def _smooth_inverse(depth: Tensor, shape: Sequence[int], window: int) -> tuple[Tensor, Tensor]:
+    """Inverse depth h w in the size `shape`, and where it is known: the mean of what is near in depth, so
+    that neither noise nor the step of an edge is in it. Beside a surface, where windows reach, as the
+    surface."""
+    nearest = F.interpolate(depth[None, None], tuple(shape), mode="nearest-exact")[0, 0]
+    known = nearest > 0
+    inverse = torch.where(known, 1 / nearest.clamp(min=1e-9), torch.zeros_like(nearest))
+    total, weight = torch.zeros_like(inverse), torch.zeros_like(inverse)
+    r, (h, w) = 3, inverse.shape
+    padded = F.pad(inverse, (r, r, r, r))
+    for dy in range(2 * r + 1):
+        for dx in range(2 * r + 1):
+            other = padded[dy : dy + h, dx : dx + w]
+            near = (other > 0) & ((other - inverse).abs() < 0.01 * inverse)
+            total += torch.where(near, other, torch.zeros_like(other))
+            weight += near
+    smooth = total / weight.clamp(min=1)
+    around, share = _box(torch.stack([smooth, known.float()]), 2 * (window // 2) + 1)
+    return torch.where(known, smooth, around / share.clamp(min=1e-6)), known
+
+
+def _fine_maps(
+    model: Model,
+    photos: dict[int, Tensor],
+    neighbours: Sequence[Sequence[int]],
+    raw: dict[int, Tensor],
+    folder: Path,
+    config: SweepConfig,
+) -> dict[int, Tensor]:
+    """Of all raw maps; on disk, too."""
+    fine: dict[int, Tensor] = {}
+    for i in tqdm(raw if config.fine_side else (), desc="second sweep", disable=len(raw) < 2):
+        path = depth_path(folder, model.views[i].name)
+        if not is_file(path):
+            swept = refine(model, photos, i, neighbours[i][: config.sources], raw[i], config)
+            write_depth(path, swept.cpu().numpy())
+        fine[i] = torch.from_numpy(read_depth(path)).to(raw[i].device)
+    return fine
 
 
 def correlate(
@@ -208,7 +316,8 @@ def correlate(
     inverse: Tensor,
     window: int,
 ) -> Tensor:
-    """d h w: correlation of `image` with `other` warped onto each of d inverse depths; -1 outside of it."""
+    """d h w: correlation of `image` with `other` warped by each of d inverse depths (d h w, or d 1 1 for
+    planes); -1 outside of it."""
     h, w = image.shape[-2:]
     hs, ws = other.shape[-2:]
     y, x = _pixels(h, w, image.device)
@@ -216,9 +325,8 @@ def correlate(
     rows = (K_other @ T[:3, :3] @ np.linalg.inv(K)).tolist()
     start = [a * x + b * y + c for a, b, c in rows]
     shift = (K_other @ T[:3, 3]).tolist()
-    z = start[2] + inverse[:, None, None] * shift[2]
-    u = (start[0] + inverse[:, None, None] * shift[0]) / z
-    v = (start[1] + inverse[:, None, None] * shift[1]) / z
+    u, v, z = (a + inverse * b for a, b in zip(start, shift, strict=True))
+    u, v = u / z, v / z
     inside = (z > 1e-6) & (u >= 0) & (v >= 0) & (u <= ws - 1) & (v <= hs - 1)
     grid = torch.stack([(u + 0.5) * (2 / ws) - 1, (v + 0.5) * (2 / hs) - 1], dim=-1).clamp_(-2, 2)
     planes = len(inverse)
@@ -329,13 +437,30 @@ def agreeing_depth(
         return np.zeros(depth.shape, np.float32)
     total, votes = depth.clone(), torch.ones_like(depth)
     for j in neighbours:
-        seen, agrees = _seen_from(model, raw, view, j, config.tolerance)
+        seen, agrees = _seen_from(model, raw, view, j, config)
         total += torch.where(agrees, seen, torch.zeros_like(seen))
         votes += agrees
     fused = total / votes
     kept = _grow(fused, votes > config.agreeing, votes > 1, config)
     fused = torch.where(kept, fused, torch.zeros_like(fused))
     return _without_islands(fused.cpu().numpy(), config)
+
+
+def finer_depth(
+    model: Model,
+    fine: dict[int, Tensor],
+    view: int,
+    neighbours: Sequence[int],
+    depth: np.ndarray,
+    config: SweepConfig,
+) -> np.ndarray:
+    """h w float32, in the size of the second sweep: what it found where neighbours agree, else `depth`."""
+    # As far as before, in smaller pixels.
+    finer = replace(config, reach=config.reach * config.fine_side / config.long_side)
+    agreed = agreeing_depth(model, fine, view, neighbours, finer)
+    start, known = _smooth_inverse(torch.from_numpy(depth), agreed.shape, config.window)
+    first = torch.where(known, 1 / start.clamp(min=1e-9), torch.zeros_like(start)).numpy()
+    return np.where(agreed > 0, agreed, first)
 
 
 def _grow(depth: Tensor, sure: Tensor, likely: Tensor, config: SweepConfig) -> Tensor:
@@ -355,7 +480,7 @@ def _scaled_intrinsics(model: Model, view: int, depth: Tensor) -> np.ndarray:
 
 
 def _seen_from(
-    model: Model, raw: dict[int, Tensor], a: int, b: int, tolerance: float
+    model: Model, raw: dict[int, Tensor], a: int, b: int, config: SweepConfig
 ) -> tuple[Tensor, Tensor]:
     """The depth in `a`, h w, of what `b` sees where `a`'s points land in `b`, and whether both agree."""
     depth, other = raw[a], raw[b]
@@ -371,9 +496,9 @@ def _seen_from(
     there = other[row.long(), column.long()]
     x2, y2, z2 = _project(column, row, there, Kb, Ka, np.linalg.inv(relative))
     # Half a pixel is lost by rounding in `b`, which may be the coarser of the two.
-    reach = 1.0 + 0.5 * (Ka[0, 0] / depth.clamp(min=1e-6)) / (Kb[0, 0] / z.clamp(min=1e-6))
+    reach = config.reach + 0.5 * (Ka[0, 0] / depth.clamp(min=1e-6)) / (Kb[0, 0] / z.clamp(min=1e-6))
     near = (x2 - x).square() + (y2 - y).square() < reach.clamp(max=4).square()
-    agrees = inside & (there > 0) & near & ((z2 - depth).abs() < tolerance * depth)
+    agrees = inside & (there > 0) & near & ((z2 - depth).abs() < config.tolerance * depth)
     return z2, agrees
 
 

@@ -34,6 +34,12 @@ class Processes:
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         return bool(shared.item())
 
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Over all processes, everywhere."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
 
 def join_processes(device: torch.device) -> tuple[Processes, torch.device]:
     """This process's place among those of torchrun, and the device that is its own."""

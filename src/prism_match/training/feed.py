@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from prism_match.errors import UserError
-from prism_match.training.pairs import CELL, PairBatch, PairSource
+from prism_match.training.difficulty import Difficulty
+from prism_match.training.pairs import CELL, ImageSize, PairBatch, PairSource
 from prism_match.training.step import Work
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ def _joined(name: str, batches: Sequence[PairBatch]) -> Tensor | None:
     for value, batch in zip(values, batches, strict=True):
         if value is None and name == "rough":
             value = torch.zeros(len(batch), dtype=torch.bool, device=batch.image0.device)
+        elif value is None and name == "bins":
+            value = torch.full((len(batch),), -1, device=batch.image0.device)
         elif value is None:
             step = CELL if name.startswith("unknown") else 1
             image = batch.image0[:, 0] if name.endswith("0") else batch.image1[:, 0]
@@ -100,9 +103,12 @@ class Captured:
     def __init__(self, source: PairSource):
         self.source, self.name = source, source.name
         self.device: torch.device = source.device  # type: ignore[attr-defined]
-        self._recordings: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Generator, PairBatch]] = {}
+        self.bins: int = getattr(source, "bins", 0)
+        self._recordings: dict[
+            tuple[int, ImageSize], tuple[torch.cuda.CUDAGraph, torch.Generator, PairBatch]
+        ] = {}
 
-    def sample(self, batch: int, size: int, generator: torch.Generator) -> PairBatch:
+    def sample(self, batch: int, size: ImageSize, generator: torch.Generator) -> PairBatch:
         key = batch, size
         if key not in self._recordings:
             with recording:
@@ -112,7 +118,11 @@ class Captured:
         graph.replay()
         return recorded.map(torch.clone)  # the next replay writes over the recorded tensors
 
-    def _record(self, batch: int, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Generator, PairBatch]:
+    def weigh(self, weights: Tensor) -> None:
+        """What is recorded reads the weights where they lie, so that they may change between two replays."""
+        self.source.weigh(weights)  # type: ignore[attr-defined]
+
+    def _record(self, batch: int, size: ImageSize) -> tuple[torch.cuda.CUDAGraph, torch.Generator, PairBatch]:
         own = torch.Generator(self.device)
         for _ in range(2):  # whatever is compiled or cached on first use must not end up in the recording
             self.source.sample(batch, size, own)
@@ -132,9 +142,16 @@ class Mixer:
             raise UserError("nothing to train on: give photos, worlds or a data set")
         self.seed, self.device = seed, device
         self.skipped = 0
+        # The source whose pairs are of bins that can be weighed: collections are one source.
+        self.binned: Any = next((s.source for s in self.sources if getattr(s.source, "bins", 0)), None)
+        self._weights: Tensor | None = None
 
     @torch.no_grad()
-    def make(self, step: int, part: int, batch: int, size: int) -> Work:
+    def make(self, step: int, part: int, batch: int, size: ImageSize, weights: Tensor | None = None) -> Work:
+        """`weights`: of the bins of difficulty."""
+        if weights is not None and weights is not self._weights:
+            self.binned.weigh(weights)
+            self._weights = weights
         rng = random.Random(seed_of(self.seed, step, part))
         counts = shares([s.weight for s in self.sources], batch, rng)
         pairs = [
@@ -145,7 +162,7 @@ class Mixer:
         generator = torch.Generator(self.device).manual_seed(seed_of(self.seed, step, part, "keys"))
         return Work.of(concatenate(pairs), generator)
 
-    def _sample(self, source: PairSource, count: int, size: int, key: tuple[int, ...]) -> PairBatch:
+    def _sample(self, source: PairSource, count: int, size: ImageSize, key: tuple[int, ...]) -> PairBatch:
         device = getattr(source, "device", torch.device("cpu"))
         for attempt in range(ATTEMPTS):
             generator = torch.Generator(device).manual_seed(seed_of(*key, attempt))
@@ -170,19 +187,38 @@ class Feed:
         if self.stream is not None:  # what the sources hold was put on the device by the current stream
             self.stream.wait_stream(torch.cuda.current_stream(mixer.device))
 
-    def order(self, step: int, parts: Sequence[int], batch: int, size: int) -> None:
+    def order(
+        self,
+        step: int,
+        parts: Sequence[int],
+        batch: int,
+        size: ImageSize,
+        difficulty: Difficulty | None = None,
+    ) -> None:
         """Asks for the batch of a step: one piece of `batch` pairs for each of `parts`."""
-        self.waiting.append(self.pool.submit(self._make, step, parts, batch, size))
+        weights = None if difficulty is None else difficulty.of(step)
+        ready = None if difficulty is None else difficulty.ready
+        self.waiting.append(self.pool.submit(self._make, step, parts, batch, size, weights, ready))
 
     @property
     def wanting(self) -> bool:
         return len(self.waiting) <= self.ahead
 
-    def _make(self, step: int, parts: Sequence[int], batch: int, size: int) -> tuple[list[Work], object]:
+    def _make(
+        self,
+        step: int,
+        parts: Sequence[int],
+        batch: int,
+        size: ImageSize,
+        weights: Tensor | None,
+        weighed: torch.cuda.Event | None,
+    ) -> tuple[list[Work], object]:
         if self.stream is None:
-            return [self.mixer.make(step, p, batch, size) for p in parts], None
+            return [self.mixer.make(step, p, batch, size, weights) for p in parts], None
         with torch.cuda.device(self.mixer.device), torch.cuda.stream(self.stream):
-            work = [self.mixer.make(step, p, batch, size) for p in parts]
+            if weighed is not None:
+                self.stream.wait_event(weighed)
+            work = [self.mixer.make(step, p, batch, size, weights) for p in parts]
             ready = torch.cuda.Event()
             ready.record(self.stream)
         # Without this wait the thread would run far ahead of the device and fill its memory.

@@ -55,10 +55,12 @@ def logsumexp(s: Tensor, dim: int) -> Tensor:
 
 
 @torch.no_grad()
-def match_accuracy(order: Tensor, truth: CoarseTruth) -> Tensor:
-    """Share of the true matches of a batch whose row has its maximum (order: b n m) at the true cell."""
-    correct = (order.argmax(dim=2) == truth.match0) & (truth.match0 >= 0)
-    return correct.sum() / (truth.match0 >= 0).sum().clamp(min=1)
+def found_matches(order: Tensor, truth: CoarseTruth) -> Tensor:
+    """b 2: how many true matches have the maximum of their row (order: b n m) at the true cell, and how many
+    there are."""
+    true = truth.match0 >= 0
+    correct = (order.argmax(dim=2) == truth.match0) & true
+    return torch.stack([correct.sum(dim=1), true.sum(dim=1)], dim=1).float()
 
 
 def _without(s: Tensor, keep: Tensor | None, dim: int) -> Tensor:

@@ -13,14 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from prism_match.model.prism import CELL
 
-__all__ = ["CELL", "PairBatch", "PairSource", "cell_centres"]
+__all__ = ["CELL", "ImageSize", "PairBatch", "PairSource", "Shape", "cell_centres", "shape_of"]
+
+ImageSize = int | tuple[int, int]  # the side of a square, or height and width
+
+
+class Shape(NamedTuple):
+    """Of images, in pixels."""
+
+    height: int
+    width: int
+
+
+def shape_of(size: ImageSize) -> Shape:
+    return Shape(size, size) if isinstance(size, int) else Shape(*size)
 
 
 @dataclass(frozen=True)
@@ -40,6 +53,7 @@ class PairBatch:
     unknown1: Tensor | None = None  # b h/8 w/8, bool
     # Pairs whose truth is good for cells but not for fractions of a pixel (depth out of photos).
     rough: Tensor | None = None  # b, bool; None = all exact
+    bins: Tensor | None = None  # b, int64: the bin of difficulty that a pair is of; -1, None: of none
     names: tuple[str, ...] = ()  # one per pair, for error messages and pictures
 
     def __len__(self) -> int:
@@ -60,8 +74,8 @@ class PairSource(Protocol):
 
     name: str
 
-    def sample(self, batch: int, size: int, generator: torch.Generator) -> PairBatch:
-        """`batch` pairs of `size` x `size` pixels, on the device of the source."""
+    def sample(self, batch: int, size: ImageSize, generator: torch.Generator) -> PairBatch:
+        """`batch` pairs of images of that size, on the device of the source."""
         ...
 
 

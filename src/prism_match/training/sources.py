@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from prism_match.errors import UserError
 from prism_match.training.data.photometric import CALM
+from prism_match.training.data.worlds.variety import Variety
 from prism_match.training.feed import Captured, Weighted
 from prism_match.training.pairs import PairSource
 
@@ -31,6 +32,7 @@ class SourceOptions:
     compile: bool = False  # compile and record, on a GPU, what renders photos and worlds
     photo_size: int = 448
     calm: float = CALM  # share of photo and world pairs that are changed little
+    variety: Variety = field(default_factory=Variety)  # of the worlds
 
 
 def make_sources(options: SourceOptions, device: torch.device) -> list[Weighted]:
@@ -65,7 +67,10 @@ def _open(options: SourceOptions, device: torch.device) -> dict[str, list[PairSo
         if options.worlds:
             from prism_match.training.data.worlds.source import Worlds
 
-            kinds["worlds"] = [Worlds(store, device, compile=options.compile, calm=options.calm)]
+            worlds = Worlds(
+                store, device, compile=options.compile, calm=options.calm, variety=options.variety
+            )
+            kinds["worlds"] = [worlds]
     if options.colmap:
         from prism_match.training.data.colmap import Collection, ColmapPairs
 

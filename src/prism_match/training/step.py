@@ -17,8 +17,8 @@ from prism_match.training.losses import (
     FineLoss,
     Sampled,
     coarse_loss,
+    found_matches,
     heat_loss,
-    match_accuracy,
     own_matches,
     pruning_loss,
     pruning_metrics,
@@ -71,9 +71,10 @@ class TrainingStep(nn.Module):
         super().__init__()
         self.model, self.config, self.bf16 = model, config, bf16
 
-    def forward(self, work: Work, prune: bool) -> tuple[Tensor, Tensor]:
-        """Returns the loss and the METRICS (float32, detached). Without `prune` no cell is taken away from
-        attention, only the estimators learn; with it, cells with a true match are still protected."""
+    def forward(self, work: Work, prune: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the loss, the METRICS (float32, detached), and how many true matches of each pair were
+        found, and of how many (b 2). Without `prune` no cell is taken away from attention, only the
+        estimators learn; with it, cells with a true match are still protected."""
         batch, truth = work.batch, work.truth
         with torch.autocast(batch.image0.device.type, torch.bfloat16, enabled=self.bf16):
             a, b = self.extract(batch)
@@ -121,7 +122,7 @@ class TrainingStep(nn.Module):
 
     def losses(
         self, layers: list[LayerState], truth: CoarseTruth, log_heat: Tensor, sampled: Sampled
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         c, m = self.config, self.model.config
         offset, std = expectation(log_heat)
         matching, order = coarse_loss(layers[-1], truth, m.temperature, m.weighted_softmax, c.fewest)
@@ -134,9 +135,10 @@ class TrainingStep(nn.Module):
             loss = loss + c.deep * torch.stack(early).mean()
         if c.heat > 0:
             loss = loss + c.heat * heat_loss(log_heat, sampled, c.fewest)
-        accuracy, error = match_accuracy(order, truth), refinement_error(offset, sampled)
+        found, error = found_matches(order, truth), refinement_error(offset, sampled)
+        accuracy = found[:, 0].sum() / found[:, 1].sum().clamp(min=1)
         metrics = (loss, matching, fine, pruning, accuracy, error, *pruning_metrics(layers, truth, m.theta_p))
-        return loss, torch.stack([x.detach().float() for x in metrics])
+        return loss, torch.stack([x.detach().float() for x in metrics]), found
 
     def compile_parts(self) -> None:
         """Compiles the parts rather than the whole: the MPMs share one graph, so that a new image size

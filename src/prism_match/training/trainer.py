@@ -33,9 +33,10 @@ from prism_match.training.checkpoint import (
     save_checkpoint,
 )
 from prism_match.training.config import TrainConfig
+from prism_match.training.difficulty import Difficulty
 from prism_match.training.distributed import join_processes
 from prism_match.training.feed import Feed, Mixer, Weighted, recording
-from prism_match.training.pairs import PairBatch
+from prism_match.training.pairs import PairBatch, shape_of
 from prism_match.training.samples import draw_predictions
 from prism_match.training.step import METRICS, TrainingStep, Work
 from prism_match.weights.store import export_weights
@@ -74,6 +75,10 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config)
         self.mixer = Mixer(sources, config.seed, self.device)
         self.module = self._wrap()
+        self.difficulty: Difficulty | None = None
+        if config.difficulty > 0 and self.mixer.binned is not None:
+            bins = self.mixer.binned.bins
+            self.difficulty = Difficulty(bins, config.difficulty, self.device, self.world)
 
         self.step = 0  # updates done
         self.pairs = 0  # pairs seen, in all processes
@@ -149,7 +154,7 @@ class Trainer:
         phase, c = self.config.phase(min(self.progress(step), 1.0), step), self.config
         pieces = c.accumulate * self.world.size
         mine = range(self.world.rank * c.accumulate, (self.world.rank + 1) * c.accumulate)
-        feed.order(step, mine, phase.batch // pieces, phase.size)
+        feed.order(step, mine, phase.batch // pieces, phase.size, self.difficulty)
 
     def update(self, pieces: Sequence[Work]) -> None:
         """One step of the optimizer. Nothing here waits for the device."""
@@ -163,8 +168,10 @@ class Trainer:
         metrics = torch.zeros(len(METRICS), device=self.device)
         for i, piece in enumerate(pieces):
             with self._synchronised(i == len(pieces) - 1):
-                loss, values = self.module(piece, prune=progress >= c.prune_from)
+                loss, values, found = self.module(piece, prune=progress >= c.prune_from)
                 (loss / len(pieces)).backward()
+            if self.difficulty is not None and piece.batch.bins is not None:
+                self.difficulty.add(piece.batch.bins, found)
             metrics += values / len(pieces)
             self.pairs += len(piece.batch) * self.world.size
         self.latest = pieces[-1].batch
@@ -180,6 +187,8 @@ class Trainer:
         values = torch.cat([metrics, torch.stack([norm, torch.ones_like(norm)])])
         self.sums += torch.where(bad, torch.zeros_like(values), values)
         self.step += 1
+        if self.difficulty is not None:
+            self.difficulty.step_done(self.step)
 
     def _synchronised(self, last: bool) -> AbstractContextManager:
         """Processes exchange gradients once per update, with its last piece."""
@@ -300,6 +309,8 @@ class Trainer:
             return
         tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         tensors |= {f"ema.{k}": v for k, v in self.average.state_dict().items()}
+        if self.difficulty is not None:
+            tensors |= {f"difficulty.{k}": v for k, v in self.difficulty.state().items()}
         if self.config.save_optimizer:
             for name, p in self.model.named_parameters():
                 for key, value in self.optimizer.state.get(p, {}).items():
@@ -329,6 +340,8 @@ class Trainer:
                     "exp_avg": torch.zeros_like(p).copy_(moments[f"{name}.exp_avg"]),
                     "exp_avg_sq": torch.zeros_like(p).copy_(moments[f"{name}.exp_avg_sq"]),
                 }
+        if self.difficulty is not None:
+            self.difficulty.load(checkpoint.group("difficulty"))
         state = checkpoint.state
         self.step, self.pairs, self.elapsed = state["step"], state["pairs"], state["elapsed"]
         self.skipped.fill_(state["skipped"])
@@ -431,8 +444,10 @@ def progress_bar(shown: bool, done: int, total: int | None) -> tqdm:
 
 
 def bar_text(row: dict[str, Any]) -> str:
+    height, width = shape_of(row["size"])
+    size = f"{width}" if width == height else f"{width}x{height}"
     return (
-        f"{row['size']}px {row['pairs_per_s']:.0f} pairs/s | loss {row['loss']:.2f} = {row['coarse']:.2f}c"
+        f"{size}px {row['pairs_per_s']:.0f} pairs/s | loss {row['loss']:.2f} = {row['coarse']:.2f}c"
         f" {row['fine']:.3f}f {row['pruning']:.2f}p | accuracy {row['accuracy']:.1%}"
         f" error {row['error_px']:.2f} px | kept {row['kept']:.0%} recall {row['recall']:.1%}"
         f" | skipped {row['skipped_steps']}"

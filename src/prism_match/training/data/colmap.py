@@ -19,8 +19,15 @@ from prism_match.files import is_file
 from prism_match.frames import read_depth, read_gray
 from prism_match.training.data.photometric import CALM, augment
 from prism_match.training.data.photos import mip_maps
-from prism_match.training.data.posed import OVERLAP_BINS, require_fit, scale_intrinsics, spread_weights
-from prism_match.training.pairs import CELL, PairBatch, cell_centres
+from prism_match.training.data.posed import (
+    OVERLAP_BINS,
+    SCALE_BINS,
+    pair_bins,
+    require_fit,
+    scale_intrinsics,
+    spread_weights,
+)
+from prism_match.training.pairs import CELL, ImageSize, PairBatch, Shape, cell_centres, shape_of
 from prism_match.training.supervision import Warp, depth_at, warp_by_depth
 
 log = logging.getLogger(__name__)
@@ -67,6 +74,7 @@ ANCHORS = 32  # co-visible points kept for each pair, around which crops are tak
 MIP_LEVELS = 4
 TOLERANCE = 0.03  # relative depth difference up to which a point counts as seen by both images
 SMALLEST_CROP = 0.35  # its side, as a share of the image's shorter side
+TURN_BINS = (0.0, 12.0, 30.0)  # degrees between the axes of the two cameras
 # Pairs of which less is confirmed are left out: a camera may be right for one part of a scene and wrong for
 # another (a wrong focal length, a clock's dial that has turned).
 CONFIRMED = 0.3
@@ -89,7 +97,7 @@ class Collection:
 class ColmapPairs:
     """Pairs from posed photo collections with depth maps, all of it in the memory of one device.
 
-    A pair is two square crops, each around the same point of the scene, of different size and position.
+    A pair is two crops of one shape, each around the same point of the scene, of different size and position.
     Sampling is a handful of batched operations on the device: no file is read, nothing is waited for, and
     twenty collections cost no more than one. A collection's share grows with the root of its photos: a
     small one is seen less often than a large one, but not so much less that it teaches nothing.
@@ -166,8 +174,23 @@ class ColmapPairs:
         self._pairs, self.overlap, self.ratio, self._anchors, self._extent = (
             torch.cat(x) for x in zip(*found, strict=True)
         )
-        weight = torch.cat(weights)
-        self._cumulative = (weight / weight.sum()).cumsum(0)
+        self._weight = torch.cat(weights)
+        self._bin = pair_bins(self.overlap, self.ratio) * len(TURN_BINS) + self._turn_bins()
+        self._cumulative = torch.zeros_like(self._weight)
+        self.weigh(torch.ones(self.bins, device=self.device))
+
+    bins = len(OVERLAP_BINS) * len(SCALE_BINS) * len(TURN_BINS)  # of difficulty
+
+    def _turn_bins(self) -> Tensor:
+        """n: by how much one camera of a pair is turned against the other."""
+        axis = self._T[:, 2, :3]
+        cos = (axis[self._pairs[:, 0]] * axis[self._pairs[:, 1]]).sum(1).clamp(-1, 1)
+        return torch.bucketize(cos.arccos().rad2deg(), cos.new_tensor(TURN_BINS[1:]))
+
+    def weigh(self, weights: Tensor) -> None:
+        """Pairs are drawn by their own weight times that of their bin (weights: of all bins)."""
+        weight = self._weight * weights[self._bin]
+        self._cumulative.copy_((weight / weight.sum()).cumsum(0))
 
     def _pairs_of(self, model: Model, views: list[PosedView], start: int) -> tuple[Tensor, ...]:
         """Of one scene, whose views are numbered from `start`."""
@@ -243,8 +266,9 @@ class ColmapPairs:
         return len(self._pairs)
 
     @torch.no_grad()
-    def sample(self, batch: int, size: int, generator: torch.Generator) -> PairBatch:
-        """`batch` pairs of `size` x `size` pixels; `generator` is on the device of the source."""
+    def sample(self, batch: int, size: ImageSize, generator: torch.Generator) -> PairBatch:
+        """`batch` pairs of images of that size; `generator` is on the device of the source."""
+        shape = shape_of(size)
 
         def uniform(*shape: int) -> Tensor:
             return torch.rand(batch, *shape, generator=generator, device=self.device)
@@ -256,59 +280,67 @@ class ColmapPairs:
         anchor = self._anchors[row, which]
         anchor = torch.where(flip[:, None, None], anchor.flip(1), anchor)
         extent = torch.where(flip[:, None], self._extent[row].flip(1), self._extent[row])
-        crops = [self._crop(views[:, k], anchor[:, k], extent[:, k], uniform(3)) for k in (0, 1)]
-        image0, image1 = (self._cut(views[:, k], *crops[k], size) for k in (0, 1))
+        crops = [self._crop(views[:, k], anchor[:, k], extent[:, k], uniform(3), shape) for k in (0, 1)]
+        image0, image1 = (self._cut(views[:, k], *crops[k], shape) for k in (0, 1))
         if self.photometric:
             calm = (uniform() < CALM).repeat(2)
             image0, image1 = augment(torch.cat([image0, image1]), generator, calm).chunk(2)
-        there = self._warp_cells(views[:, 0], views[:, 1], crops[0], crops[1], size)
-        back = self._warp_cells(views[:, 1], views[:, 0], crops[1], crops[0], size)
-        cells = (batch, size // CELL, size // CELL)
+        there = self._warp_cells(views[:, 0], views[:, 1], crops[0], crops[1], shape)
+        back = self._warp_cells(views[:, 1], views[:, 0], crops[1], crops[0], shape)
+        cells = (batch, shape.height // CELL, shape.width // CELL)
         return PairBatch(
             image0, image1,
             there.points.view(*cells, 2), there.visible.view(cells),
             back.points.view(*cells, 2), back.visible.view(cells),
             unknown0=~there.known.view(cells), unknown1=~back.known.view(cells),
             rough=torch.ones(batch, dtype=torch.bool, device=self.device),
+            bins=self._bin[row],
             names=(self.name,) * batch,
         )  # fmt: skip
 
-    def _crop(self, view: Tensor, anchor: Tensor, extent: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
-        """Top-left edge b 2 and side b of a square around `anchor`, inside the photo: without padding,
-        attention needs no masks.
+    def _crop(
+        self, view: Tensor, anchor: Tensor, extent: Tensor, random: Tensor, shape: Shape
+    ) -> tuple[Tensor, Tensor]:
+        """Top-left edge b 2 and pixels of the photo for one of the image, b, of a rectangle around `anchor`,
+        inside the photo: without padding, attention needs no masks.
 
         Sides spread around the `extent` of the co-visible part: a landmark is often small in its photo.
         """
-        size = self._size[view]
-        whole = size.amin(1)
-        high = torch.minimum(torch.maximum(2.5 * extent, 0.6 * whole), whole)
-        low = torch.minimum(torch.maximum(0.7 * extent, SMALLEST_CROP * whole), high)
-        side = low * (high / low) ** random[:, 0]
-        corner = anchor + 0.5 - (0.15 + 0.7 * random[:, 1:]) * side[:, None]
-        return torch.minimum(corner.clamp(min=0), size - side[:, None]), side
+        size, side = self._size[view], min(shape)
+        # The largest rectangle of that shape.
+        whole = torch.minimum(size[:, 0] / shape.width, size[:, 1] / shape.height)
+        high = torch.minimum(torch.maximum(2.5 * extent / side, 0.6 * whole), whole)
+        low = torch.minimum(torch.maximum(0.7 * extent / side, SMALLEST_CROP * whole), high)
+        zoom = low * (high / low) ** random[:, 0]
+        taken = torch.stack([zoom * shape.width, zoom * shape.height], 1)
+        corner = anchor + 0.5 - (0.15 + 0.7 * random[:, 1:]) * taken
+        return torch.minimum(corner.clamp(min=0), size - taken), zoom
 
-    def _cut(self, view: Tensor, corner: Tensor, side: Tensor, size: int) -> Tensor:
-        """Image b 1 size size, from the levels of the bank that the shrinking asks for."""
-        steps = (torch.arange(size, device=self.device) + 0.5) / size
-        edge = corner[:, None, :] + steps[None, :, None] * side[:, None, None]  # b size 2
-        grid = edge * 2 / self._mips[0].shape[-1] - 1
-        grid = torch.stack(torch.broadcast_tensors(grid[:, None, :, 0], grid[:, :, None, 1]), dim=-1)
-        level = (side / size).log2().clamp(0, len(self._mips) - 1)
-        image = torch.zeros(len(view), 1, size, size, device=self.device)
+    def _cut(self, view: Tensor, corner: Tensor, zoom: Tensor, shape: Shape) -> Tensor:
+        """Image b 1 h w, from the levels of the bank that the shrinking asks for."""
+        x, y = (
+            corner[:, k, None] + (torch.arange(n, device=self.device) + 0.5) * zoom[:, None]
+            for k, n in enumerate(shape[::-1])
+        )
+        grid = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=-1)
+        grid = grid * 2 / self._mips[0].shape[-1] - 1
+        level = zoom.log2().clamp(0, len(self._mips) - 1)
+        image = torch.zeros(len(view), 1, *shape, device=self.device)
         for k, bank in enumerate(self._mips):
             share = (1 - (level - k).abs()).clamp(min=0).view(-1, 1, 1, 1)
             photo = bank[view][:, None].float() / 255
             image = image + share * F.grid_sample(photo, grid, padding_mode="border", align_corners=False)
         return image
 
-    def _warp_cells(self, a: Tensor, b: Tensor, crop_a: tuple, crop_b: tuple, size: int) -> Warp:
+    def _warp_cells(self, a: Tensor, b: Tensor, crop_a: tuple, crop_b: tuple, shape: Shape) -> Warp:
         """Warps the cell centres of crops of views `a` into crops of views `b`."""
-        (corner_a, side_a), (corner_b, side_b) = crop_a, crop_b
-        zoom_a, zoom_b = (side_a / size)[:, None, None], (side_b / size)[:, None, None]
+        (corner_a, zoom_a), (corner_b, zoom_b) = crop_a, crop_b
+        zoom_a, zoom_b = zoom_a[:, None, None], zoom_b[:, None, None]
         scale_a, scale_b = self._depth_scale[a][:, None], self._depth_scale[b][:, None]
-        centres = cell_centres(size, size, self.device).flatten(0, 1)
+        centres = cell_centres(*shape, self.device).flatten(0, 1)
         edge = corner_a[:, None] + (centres + 0.5) * zoom_a
-        far = torch.minimum(corner_b + side_b[:, None], self._size[b])
+        taken = torch.cat([zoom_b[:, 0] * shape.width, zoom_b[:, 0] * shape.height], 1)
+        far = torch.minimum(corner_b + taken, self._size[b])
         bounds = torch.cat([corner_b, far], 1) * self._depth_scale[b].repeat(1, 2) - 0.5
         warp = self._warp(edge * scale_a - 0.5, a, b, bounds)
         points = ((warp.points + 0.5) / scale_b - corner_b[:, None]) / zoom_b - 0.5

@@ -26,7 +26,7 @@ from prism_match.errors import UserError
 from prism_match.frames import decode_pixels
 from prism_match.training.data.photometric import CALM, Draw, augment
 from prism_match.training.data.texture import flat_cells, forget_flat
-from prism_match.training.pairs import PairBatch, cell_centres
+from prism_match.training.pairs import ImageSize, PairBatch, cell_centres, shape_of
 
 log = logging.getLogger(__name__)
 
@@ -160,12 +160,13 @@ def _decode(name: str, data: bytes, size: int) -> np.ndarray:
     return cv2.resize(image, (size, size), interpolation=smooth)
 
 
-def subpixels(size: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """4 size*size each: x and y of 2x2 points inside each pixel, for anti-aliasing by their mean."""
-    at = torch.arange(size, device=device, dtype=torch.float32)
+def subpixels(size: ImageSize, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """4 h*w each: x and y of 2x2 points inside each pixel, for anti-aliasing by their mean."""
+    height, width = shape_of(size)
+    down, across = (torch.arange(n, device=device, dtype=torch.float32) for n in (height, width))
     sub = torch.arange(4, device=device).view(4, 1, 1)
-    x = (at.view(1, 1, -1) + (sub % 2) * 0.5 - 0.25).expand(4, size, size)
-    y = (at.view(1, -1, 1) + (sub // 2) * 0.5 - 0.25).expand(4, size, size)
+    x = (across.view(1, 1, -1) + (sub % 2) * 0.5 - 0.25).expand(4, height, width)
+    y = (down.view(1, -1, 1) + (sub // 2) * 0.5 - 0.25).expand(4, height, width)
     return x.reshape(4, -1), y.reshape(4, -1)
 
 
@@ -217,7 +218,7 @@ class PhotoPairs:
         self.calm = calm  # share of pairs that are changed little
 
     @torch.no_grad()
-    def sample(self, batch: int, size: int, generator: torch.Generator) -> PairBatch:
+    def sample(self, batch: int, size: ImageSize, generator: torch.Generator) -> PairBatch:
         draw = Draw(generator)
         to_photo = self._choose_views(draw, batch, size)  # b 2 3 3: pixels of each view -> photo in [0, 1]
         photo = draw.integer(self.store.count, batch, 4)  # the photo, a distractor for each view, a stranger
@@ -238,11 +239,12 @@ class PhotoPairs:
         pairs = PairBatch(images[0], images[1], *truth[0], *truth[1], names=(self.name,) * batch)
         return forget_flat(pairs, *flat)
 
-    def _choose_views(self, draw: Draw, b: int, size: int) -> Tensor:
+    def _choose_views(self, draw: Draw, b: int, size: ImageSize) -> Tensor:
         """b 2 3 3: the first of several random view pairs whose overlap is between 0.1 and 1."""
         drawn = random_views(draw, b * CANDIDATES, size)
-        coarse = cell_centres(128, 128, self.device).view(1, -1, 2) * (size / 128)
-        x, y = coarse.unbind(-1)
+        x, y = cell_centres(128, 128, self.device).view(1, -1, 2).unbind(-1)
+        height, width = shape_of(size)
+        x, y = x * (width / 128), y * (height / 128)
         seen = [_warp(drawn[:, i], drawn[:, 1 - i], x, y, size)[1] for i in range(2)]
         overlap = torch.maximum(*(x.float().mean(1) for x in seen)).view(b, CANDIDATES)
         # First good candidate; where none is good, the one that overlaps most.
@@ -251,10 +253,12 @@ class PhotoPairs:
         return drawn.view(b, CANDIDATES, 2, 3, 3)[torch.arange(b, device=self.device), best]
 
 
-def draw_mosaic(draw: Draw, b: int, size: int, store: PhotoStore) -> Tensor:
+def draw_mosaic(draw: Draw, b: int, size: ImageSize, store: PhotoStore) -> Tensor:
     """b 3, int64: how many photos along each side stand for one, and how far apart in the store neighbours
     along x and along y are."""
-    most = 0.5 + size / (store.size / 2)  # texels for twice the pixels, since near views show only a part
+    most = 0.5 + max(shape_of(size)) / (
+        store.size / 2
+    )  # texels for twice the pixels, since near views show only a part
     side = 1 + draw.uniform(0, most, b, 1).long()
     return torch.cat([side, draw.integer(store.count, b, 2)], 1)
 
@@ -266,9 +270,9 @@ def render(
     other: Tensor,
     mosaic: Tensor,
     patches: Patches,
-    size: int,
+    size: ImageSize,
 ) -> Tensor:
-    """b 1 size size: the view of `photo` (b) and those beside it in the mosaic (b 3) by `to_photo` (b 3 3);
+    """b 1 h w: the view of `photo` (b) and those beside it in the mosaic (b 3) by `to_photo` (b 3 3);
     `other` (b) where it leaves the photo and in the patches."""
     b = len(photo)
     x, y = (t.reshape(1, -1) for t in subpixels(size, to_photo.device))
@@ -284,17 +288,18 @@ def render(
     column, row = (t.long().minimum(side - 1) for t in (u, v))
     index = torch.where(inside, photo.view(b, 1), other.view(b, 1)) + column * right + row * down
     value = store.sample(index % store.count, u - column, v - row, level)
-    return value.view(b, 4, size, size).mean(1, keepdim=True)
+    return value.view(b, 4, *shape_of(size)).mean(1, keepdim=True)
 
 
 class Patches:
     """Random ellipses in one view which show something else."""
 
-    def __init__(self, draw: Draw, b: int, size: int):
+    def __init__(self, draw: Draw, b: int, size: ImageSize):
         count = 4
-        self.x, self.y = draw.uniform(0, size, b, count, 1), draw.uniform(0, size, b, count, 1)
+        height, width = shape_of(size)
+        self.x, self.y = draw.uniform(0, width, b, count, 1), draw.uniform(0, height, b, count, 1)
         present = draw.chance(0.4, b, 1, 1) & draw.chance(0.6, b, count, 1)
-        self.rx = draw.log_uniform(0.03, 0.22, b, count, 1) * size * present
+        self.rx = draw.log_uniform(0.03, 0.22, b, count, 1) * min(height, width) * present
         self.ry = self.rx * draw.log_uniform(0.6, 2.5, b, count, 1)
         self.power = 2.0 * draw.log_uniform(0.6, 3.0, b, count, 1)  # from a star over an ellipse to a box
 
@@ -305,7 +310,7 @@ class Patches:
         return ((dx**self.power + dy**self.power < 1) & (self.rx > 0)).any(1)
 
 
-def random_views(draw: Draw, n: int, size: int, max_scale: float = MAX_SCALE) -> Tensor:
+def random_views(draw: Draw, n: int, size: ImageSize, max_scale: float = MAX_SCALE) -> Tensor:
     """n 2 3 3: two views of one photo each, pixels -> photo in [0, 1]. The wide view covers much of the
     photo, the near one up to `max_scale` times less of it."""
     ratio = max_scale ** draw.uniform(0, 1, n).pow(1.3)
@@ -330,28 +335,30 @@ def random_views(draw: Draw, n: int, size: int, max_scale: float = MAX_SCALE) ->
         [ex * cos, -ey * sin, centre[..., 0], ex * sin, ey * cos, centre[..., 1], zero, zero, one], -1
     ).view(n, 2, 3, 3)
     perspective = torch.stack([one, zero, zero, zero, one, zero, tilt[..., 0], tilt[..., 1], one], -1)
-    half = size / 2
-    step, start = one / half, (0.5 - half) / half * one  # of pixels from -1 to 1
-    normalise = torch.stack([step, zero, start, zero, step, start, zero, zero, one], -1)
+    # Of pixels: the longer side goes from -1 to 1.
+    height, width = shape_of(size)
+    step = one * 2 / max(height, width)
+    x, y = (step * (0.5 - n / 2) for n in (width, height))
+    normalise = torch.stack([step, zero, x, zero, step, y, zero, zero, one], -1)
     return product(product(similarity, perspective.view(n, 2, 3, 3)), normalise.view(n, 2, 3, 3))
 
 
-def _warp(source: Tensor, target: Tensor, x: Tensor, y: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _warp(source: Tensor, target: Tensor, x: Tensor, y: Tensor, size: ImageSize) -> tuple[Tensor, Tensor]:
     """Points (x, y: 1 n) of the source view -> b n 2 in the target view, and whether both show the photo."""
     u, v, w0 = transform(source, x, y)
     wx, wy, w1 = transform(product(inverse(target), source), x, y)
     # The adjugate's sign is that of the determinant; views are never mirrored, so it is positive.
-    inside = (wx >= 0) & (wx <= size - 1) & (wy >= 0) & (wy <= size - 1) & (w0 > 0) & (w1 > 0)
+    height, width = shape_of(size)
+    inside = (wx >= 0) & (wx <= width - 1) & (wy >= 0) & (wy <= height - 1) & (w0 > 0) & (w1 > 0)
     return torch.stack([wx, wy], -1), inside & (u > 0) & (u < 1) & (v > 0) & (v < 1)
 
 
 def warp_cells(
-    source: Tensor, target: Tensor, own: Patches, theirs: Patches, size: int
+    source: Tensor, target: Tensor, own: Patches, theirs: Patches, size: ImageSize
 ) -> tuple[Tensor, Tensor]:
     """Views (b 3 3) -> warp b h/8 w/8 2 and visibility b h/8 w/8 of the source's cell centres."""
-    centres = cell_centres(size, size, source.device)
-    n = centres.shape[0]
+    centres = cell_centres(*shape_of(size), source.device)
     x, y = centres.reshape(1, -1, 2).unbind(-1)
     warp, seen = _warp(source, target, x, y, size)
     seen = seen & ~own.covers(x, y) & ~theirs.covers(*warp.unbind(-1))
-    return warp.view(-1, n, n, 2), seen.view(-1, n, n)
+    return warp.view(-1, *centres.shape), seen.view(-1, *centres.shape[:2])

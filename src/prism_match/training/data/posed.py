@@ -16,7 +16,7 @@ from torch import Tensor
 from prism_match.errors import UserError
 from prism_match.frames import Frame, read_depth, read_gray
 from prism_match.geometry import resize_matrix
-from prism_match.training.pairs import CELL, PairBatch, cell_centres
+from prism_match.training.pairs import CELL, ImageSize, PairBatch, cell_centres, shape_of
 from prism_match.training.supervision import Warp, warp_by_depth
 
 log = logging.getLogger(__name__)
@@ -25,11 +25,16 @@ OVERLAP_BINS = (0.05, 0.15, 0.3, 0.5, 0.7)  # share of one image's points that t
 SCALE_BINS = (1.0, 1.5, 2.2, 3.3)  # how much larger one image shows them than the other
 
 
+def pair_bins(overlap: Tensor, ratio: Tensor) -> Tensor:
+    """n, int64: the bin of overlap and scale ratio of each pair."""
+    bins = torch.bucketize(overlap, overlap.new_tensor(OVERLAP_BINS[1:])) * len(SCALE_BINS)
+    return bins + torch.bucketize(ratio, ratio.new_tensor(SCALE_BINS[1:]))
+
+
 def spread_weights(overlap: Tensor, ratio: Tensor) -> Tensor:
     """n: sampling weights that sum to 1; a bin of overlap and scale ratio weighs as the square root of
     the number of its pairs, so that wide baselines and changes of scale are not drowned by easy pairs."""
-    bins = torch.bucketize(overlap, overlap.new_tensor(OVERLAP_BINS[1:])) * len(SCALE_BINS)
-    bins = bins + torch.bucketize(ratio, ratio.new_tensor(SCALE_BINS[1:]))
+    bins = pair_bins(overlap, ratio)
     count = torch.bincount(bins, minlength=len(OVERLAP_BINS) * len(SCALE_BINS))
     weight = count[bins].float().rsqrt()
     return weight / weight.sum()
@@ -51,17 +56,18 @@ class Loaded:
     extent: tuple[int, int]  # width and height of what is not padding
 
 
-def load_frame(frame: Frame, size: int, same_size: bool) -> Loaded:
-    """Resized so that its longer side is `size`, in a square. Raises UserError with one line when an image or
-    a depth map is missing, broken or does not fit. With `same_size`, depth has to have the size of the image;
-    otherwise the same shape will do."""
+def load_frame(frame: Frame, size: ImageSize, same_size: bool) -> Loaded:
+    """Resized so that it just fits into an image of that size. Raises UserError with one line when an image
+    or a depth map is missing, broken or does not fit. With `same_size`, depth has to have the size of the
+    image; otherwise the same shape will do."""
     image, depth = read_gray(frame.image), read_depth(frame.depth)
     require_fit(frame.depth, depth, image, same_size)
     h, w = image.shape
-    scale = size / max(h, w)
+    height, width = shape_of(size)
+    scale = min(height / h, width / w)
     w2, h2 = max(round(w * scale), 1), max(round(h * scale), 1)
     shrink = cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR
-    pad = [(0, size - h2), (0, size - w2)]
+    pad = [(0, height - h2), (0, width - w2)]
     return Loaded(
         np.pad(cv2.resize(image, (w2, h2), interpolation=shrink), pad),
         np.pad(resize_depth(depth, w2, h2), pad),
@@ -116,8 +122,8 @@ class PosedPairs:
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def sample(self, batch: int, size: int, generator: torch.Generator) -> PairBatch:
-        """`batch` pairs, longer sides resized to `size`, padded to squares. Broken ones are replaced."""
+    def sample(self, batch: int, size: ImageSize, generator: torch.Generator) -> PairBatch:
+        """`batch` pairs, each photo as large as fits, and padded. Broken ones are replaced."""
         good: list[tuple[Loaded, Loaded]] = []
         names: list[str] = []
         misses = 0
@@ -140,7 +146,7 @@ class PosedPairs:
         random = torch.rand(count, generator=generator, device=generator.device).cpu()
         return torch.searchsorted(self._cumulative, random).clamp(max=len(self.pairs) - 1).tolist()
 
-    def _load_pair(self, row: int, size: int) -> tuple[Loaded, Loaded] | None:
+    def _load_pair(self, row: int, size: ImageSize) -> tuple[Loaded, Loaded] | None:
         loaded = []
         for i in self.pairs[row]:
             frame = self.frames[i]

@@ -25,6 +25,8 @@ from prism_match.training.data.worlds.scene import (
     stack3,
     unit,
 )
+from prism_match.training.data.worlds.variety import Variety
+from prism_match.training.pairs import ImageSize, shape_of
 
 RECTS, ROUNDS = 44, 12  # room for primitives in a world
 
@@ -41,35 +43,53 @@ class Rig(Table):
     bounds: Tensor  # b 2 3: the box that cameras stay in
 
 
-def place(draw: Draw, rig: Rig, k: int, size: int, max_scale: float) -> Cameras:
-    """Cameras b k 2: `k` candidate pairs for each world; scale ratios up to `max_scale`."""
+ZOOM = 3.0  # least ratio of scales of a zoom
+
+
+def place(draw: Draw, rig: Rig, k: int, size: ImageSize, variety: Variety) -> tuple[Cameras, Tensor]:
+    """Cameras b k 2: `k` candidate pairs for each world; and which worlds (b) are seen twice from nearly the
+    same place."""
     b = rig.distance.shape[0]
     shape = (b, k, 2)
-    ratio = max_scale ** draw.uniform(0, 1, b, k, 1).pow(2.0)
+    kind = draw.uniform(0, 1, b, 1, 1)
+    near, zoom = kind < variety.near, kind >= 1 - variety.zoom
+    # How much the two differ in where they stand: as they like, or hardly.
+    differ = torch.where(near, draw.log_uniform(0.01, 0.15, b, k, 1), 1.0)
+    most, spot = variety.max_scale, draw.uniform(0, 1, b, k, 1)
+    least = min(ZOOM, most)
+    ratio = torch.where(zoom, least * (most / least) ** spot, most ** (spot.pow(2.0) * ~near))
     sign = torch.where(draw.chance(0.5, b, k, 1), 0.5, -0.5)
     sign = torch.cat([sign, -sign], -1)
     # The ratio comes partly from the distance and partly from the focal length.
     share = draw.uniform(0.2, 1.0, b, k, 1)
     distance = rig.distance.view(b, 1, 1) * draw.normal(0.25, b, k, 1).exp() * ratio ** (sign * share)
-    view_angle = draw.uniform(0.6, 1.2, b, k, 1) * draw.normal(0.12, *shape).exp()
-    focal = (0.5 / torch.tan(view_angle / 2) * ratio ** (-sign * (1 - share))).clamp(0.6, 3.0) * size
+    view_angle = draw.uniform(0.6, 1.2, b, k, 1) * (draw.normal(0.12, *shape) * differ).exp()
+    focal = 0.5 / torch.tan(view_angle / 2)
     around = rig.spread.view(b, 1, 1)
     azimuth = rig.heading.view(b, 1, 1) + around * (
-        0.7 * draw.normal(1.0, b, k, 1) + 0.7 * draw.normal(1.0, *shape)
+        0.7 * draw.normal(1.0, b, k, 1) + 0.7 * draw.normal(1.0, *shape) * differ
     )
     low, high = (t.view(b, 1, 1) for t in rig.elevation.unbind(1))
-    elevation = low + (high - low) * (draw.uniform(0, 1, b, k, 1) + draw.normal(0.2, *shape)).clamp(0, 1)
+    lift = draw.uniform(0, 1, b, k, 1) + draw.normal(0.2, *shape) * differ
+    elevation = low + (high - low) * lift.clamp(0, 1)
     flat = distance * elevation.cos()
     offset = stack3(flat * azimuth.cos(), flat * azimuth.sin(), distance * elevation.sin())
     # Both look about the same place, which moves with the nearer one's field of view.
-    least = distance.amin(-1, keepdim=True).unsqueeze(-1)
-    anchor = rig.anchor.view(b, 1, 1, 3) + draw.normal(0.12, b, k, 1, 3) * least
+    nearer = distance.amin(-1, keepdim=True).unsqueeze(-1)
+    anchor = rig.anchor.view(b, 1, 1, 3) + draw.normal(0.12, b, k, 1, 3) * nearer
     eye = (anchor + offset).clamp(rig.bounds[:, 0].view(b, 1, 1, 3), rig.bounds[:, 1].view(b, 1, 1, 3))
-    target = anchor + draw.normal(0.1, *shape, 3) * least
+    aim = torch.where(near, draw.uniform(0, 1, b, k, 1), 1.0).unsqueeze(-1)
+    target = anchor + draw.normal(0.1, *shape, 3) * nearer * aim
     roll = torch.where(
         draw.chance(0.06, *shape), draw.uniform(-math.pi, math.pi, *shape), draw.normal(0.06, *shape)
     )
-    return look_at(eye, target, roll, focal)
+    # Where no camera can stand so far away, a zoom is all the lens's.
+    real = (eye - anchor).norm(dim=-1).clamp(min=0.1)
+    apart = real / real.prod(-1, keepdim=True).sqrt()
+    lens = torch.where(zoom, ratio**-sign * apart, ratio ** (-sign * (1 - share)))
+    longest = torch.where(zoom, 6.0, 3.0)
+    side = math.sqrt(math.prod(shape_of(size)))
+    return look_at(eye, target, roll, (focal * lens).clamp(min=0.6).minimum(longest) * side), near.view(b)
 
 
 def _rig(
@@ -328,6 +348,72 @@ def clutter(w: Builder) -> Rig:
     return _rig(anchor, d.uniform(0, 2 * math.pi, b), 0.45, d.uniform(7, 18, b), (-0.2, 0.7), bounds)
 
 
+def facade(w: Builder) -> Rig:
+    """One large wall that fills the view, hardly any relief: nearly a homography, so that only exactness
+    tells where the cameras stood."""
+    d, b = w.draw, w.b
+    width, height = d.uniform(25, 60, b, 1), d.uniform(12, 30, b, 1)
+    zero, one = torch.zeros_like(width), torch.ones_like(width)
+    across, up = stack3(width, 0.0, 0.0), stack3(0.0, 0.0, height)
+    w.rects(stack3(-width / 2, 0.0, 0.0), across, up, Style(bay=3.5, relief=0.6))
+    ledge = stack3(zero, d.uniform(-0.3, -0.05, b, 2), d.uniform(0.1, 1, b, 2) * height)
+    w.boxes(ledge, stack3(width, d.uniform(0.3, 0.8, b, 2), d.uniform(0.15, 0.6, b, 2)), zero.expand(b, 2))
+    _posters(w, 8, stack3(one, 0.0, 0.0), stack3(-width / 2, 0.0, 0.0), stack3(0.0, -one, 0.0), width, height)
+    # Now and then something before it: a little parallax.
+    there = d.chance(0.5, b, 1, 1).float()
+    spots = stack3(d.uniform(-0.4, 0.4, b, 3) * width, -d.uniform(1, 6, b, 3), 0.0)
+    w.boxes(spots, d.uniform(0.5, 2.5, b, 3, 3) * there, d.uniform(0, 3, b, 3))
+    w.ground()
+    anchor = stack3(d.uniform(-0.35, 0.35, b) * width[:, 0], 0.0, d.uniform(0.3, 0.7, b) * height[:, 0])
+    bounds = ((-60.0, -60.0, 1.2), (60.0, -3.0, 14.0))
+    return _rig(anchor, -math.pi / 2, 0.45, d.uniform(8, 20, b), (-0.4, 0.2), bounds)
+
+
+def desk(w: Builder) -> Rig:
+    """A table with small things on it from arm's length, blank walls behind: what an indoor sequence sees."""
+    d, b = w.draw, w.b
+    length, depth, top = d.uniform(0.9, 2.2, b, 1), d.uniform(0.5, 1.0, b, 1), d.uniform(0.4, 1.0, b, 1)
+    zero, blank = torch.zeros_like(length), Style(weak=1.0)
+    thick = d.uniform(0.02, 0.1, b, 1)
+    w.boxes(stack3(zero, -depth / 2, top - thick), stack3(length, depth, thick), zero, blank)
+    sides = stack3(torch.cat([-length, length], 1) * 0.45, -0.05, 0.0)
+    w.rects(sides, stack3(0.0, -0.9 * depth, 0.0), stack3(0.0, 0.0, top - thick), blank)
+    # Books, cartons, and a screen that stands at the back.
+    spot = stack3(d.uniform(-0.45, 0.45, b, 4) * length, -d.uniform(0.1, 0.9, b, 4) * depth, top)
+    w.boxes(spot, d.log_uniform(0.04, 0.35, b, 4, 3), d.uniform(0, 3, b, 4))
+    wide, high = d.uniform(0.3, 0.8, b, 1), d.uniform(0.2, 0.5, b, 1)
+    screen = stack3(d.uniform(-0.3, 0.3, b, 1) * length, -0.15 * depth, top + 0.05)
+    w.boxes(screen, stack3(wide, zero + 0.04, high), d.normal(0.2, b, 1))
+    # A corner of the room: two walls, the floor, and what hangs on the wall.
+    x = length / 2 + d.uniform(0.1, 2.0, b, 1)
+    wall = stack3(0.0, 0.0, zero + 2.6)
+    w.rects(stack3(-3 * length, 0.05, 0.0), stack3(x + 3 * length, 0.0, 0.0), wall, blank)
+    w.rects(stack3(x, 0.05, 0.0), stack3(0.0, zero - 5, 0.0), wall, blank)
+    w.rects(
+        stack3(-3 * length, -5.0, 0.0), stack3(x + 3 * length, 0.0, 0.0), stack3(0.0, zero + 5.05, 0.0), blank
+    )
+    _posters(
+        w,
+        2,
+        stack3(zero + 1, 0.0, 0.0),
+        stack3(-length, 0.05, 0.9),
+        stack3(0.0, zero - 1, 0.0),
+        2 * length,
+        zero + 1.5,
+    )
+    mugs = stack3(d.uniform(-0.45, 0.45, b, 5) * length, -d.uniform(0.1, 0.9, b, 5) * depth, top)
+    w.columns(mugs, d.uniform(0.02, 0.09, b, 5), d.uniform(0.05, 0.3, b, 5))
+    anchor = stack3(
+        d.uniform(-0.4, 0.4, b) * length[:, 0], -0.5 * depth[:, 0], top[:, 0] + d.uniform(0, 0.3, b)
+    )
+    rig = _rig(
+        anchor, -math.pi / 2, 0.5, d.log_uniform(0.5, 2.0, b), (0.05, 0.8), ((0, -4, 0.5), (0, -0.1, 2.3))
+    )
+    reach = torch.cat([-2.5 * length, x - 0.1], 1)
+    rig.bounds = torch.cat([reach.unsqueeze(-1), rig.bounds[..., 1:]], -1)
+    return rig
+
+
 Family = Callable[[Builder], Rig]
 FAMILIES: dict[str, Family] = {
     "street": street,
@@ -337,4 +423,6 @@ FAMILIES: dict[str, Family] = {
     "room": room,
     "towers": towers,
     "clutter": clutter,
+    "facade": facade,
+    "desk": desk,
 }

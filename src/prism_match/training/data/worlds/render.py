@@ -15,6 +15,7 @@ from torch import Tensor
 
 from prism_match.training.data.photos import PhotoStore, spread_levels
 from prism_match.training.data.worlds.scene import Cameras, Look, Rects, Rounds, Scene, Table, extents, unit
+from prism_match.training.pairs import ImageSize, shape_of
 
 NEAREST = 0.15  # metres: nothing nearer than this is seen
 FARTHEST = 1e4
@@ -59,15 +60,15 @@ def per_length(axis: Tensor) -> Tensor:
     return axis / axis.square().sum(-1, keepdim=True).clamp(min=1e-9)
 
 
-def pixel_rays(camera: Cameras, size: int) -> Tensor:
+def pixel_rays(camera: Cameras, size: ImageSize) -> Tensor:
     """b 3 3: columns map the pixel (x, y, 1) to the ray direction in the world, of depth 1."""
     right, down, forward = camera.axes.unbind(-2)
     focal = camera.focal.unsqueeze(-1)
-    middle = (size - 1) / 2
-    return torch.stack([right / focal, down / focal, forward - (right + down) * middle / focal], -1)
+    y, x = ((n - 1) / 2 for n in shape_of(size))
+    return torch.stack([right / focal, down / focal, forward - (right * x + down * y) / focal], -1)
 
 
-def make_view(scene: Scene, camera: Cameras, size: int) -> View:
+def make_view(scene: Scene, camera: Cameras, size: ImageSize) -> View:
     """Cameras: b (one for each world)."""
     rays = pixel_rays(camera, size).unsqueeze(1)  # b 1 3 3
     rects, rounds = scene.rects, scene.rounds
@@ -209,12 +210,27 @@ def _hit_round(view: View, body: Tensor, x: Tensor, y: Tensor) -> Hits:
 
 
 @dataclass
+class Crowd(Table):
+    """b r: rows of people, each on a circle about the photographer."""
+
+    radius: Tensor  # b r: metres to the row; 0: nobody
+    room: Tensor  # b r: metres of the circle for each of them
+    full: Tensor  # b r: share of the places that is taken
+    seed: Tensor  # b r int64: who they are
+    foot: Tensor  # b: height of the ground below the eye, in metres
+
+
+@dataclass
 class Light(Table):
     """b: what differs between the two views of a world."""
 
     sun: Tensor  # b 4 3: direction towards the sun, spread over the sub-pixels for soft shadows
+    strength: Tensor  # b: of the sun; 0 by night
     ambient: Tensor  # b: share of light that comes from everywhere
     fill: Tensor  # b 3: where most of that comes from
+    lamps: Tensor  # b k 3: where they stand
+    power: Tensor  # b k: of the lamps; 0 by day
+    reach: Tensor  # b: metres at which half of a lamp's light is left
     fog: Tensor  # b: metres in which fog takes over, large for none
     air: Tensor  # b: brightness of the fog
     lit: Tensor  # b: share of recesses lit from inside
@@ -222,33 +238,125 @@ class Light(Table):
     sky_photo: Tensor  # b int64
     sky: Tensor  # b 4: brightness, gradient, contrast of clouds, blur of clouds
     sky_turn: Tensor  # b
+    snow: Tensor  # b: how much there is of it: from -1, none, over 0, patches, to 1
+    drifts: Tensor  # b 2 3: how snow lies: waves along x and y, and where they begin
+    crowd: Crowd
 
 
-def world_rays(camera: Cameras, size: int, x: Tensor, y: Tensor) -> Tensor:
+def world_rays(camera: Cameras, size: ImageSize, x: Tensor, y: Tensor) -> Tensor:
     """b n 3: directions of depth 1 through pixels (x, y: b n)."""
     rays = pixel_rays(camera, size).unsqueeze(1)
     return rays[..., 0] * x.unsqueeze(-1) + rays[..., 1] * y.unsqueeze(-1) + rays[..., 2]
 
 
-def shade(view: View, light: Light, store: PhotoStore, size: int, x: Tensor, y: Tensor) -> Tensor:
+def shade(view: View, light: Light, store: PhotoStore, size: ImageSize, x: Tensor, y: Tensor) -> Tensor:
     """b: sub-pixels (x, y: 4 n) -> b n brightness, the mean of the four."""
     b = view.camera.focal.shape[0]
     sub, n = x.shape
     x, y = (t.reshape(1, -1).expand(b, -1) for t in (x, y))
     hits = cast(view, x, y)
     rays = world_rays(view.camera, size, x, y)
-    colour = _paint(view, light, store, hits, rays, sub)
-    sun = light.sun.unsqueeze(2).expand(b, sub, n, 3).reshape(b, -1, 3)
     point = view.camera.eye.unsqueeze(1) + hits.depth.unsqueeze(-1) * rays
+    colour = _paint(view, light, store, hits, rays, sub)
+    colour = torch.where(snowed_in(light, hits, point), 0.85 + 0.08 * _drift(light, 3 * point), colour)
+    sun = light.sun.unsqueeze(2).expand(b, sub, n, 3).reshape(b, -1, 3)
     lit = dot(hits.normal, sun).clamp(min=0) * (1 - _in_shadow(view, light, hits, point, sun, sub))
     ambient = light.ambient.unsqueeze(1)
     fill = 0.75 + 0.25 * dot(hits.normal, light.fill.unsqueeze(1))
-    colour = colour * (ambient * fill + (1 - ambient) * 1.5 * lit) * 1.3
+    sunlight = light.strength.unsqueeze(1) * (1 - ambient) * 1.5 * lit
+    colour = colour * (ambient * fill + sunlight + _lamp_light(light, hits, point)) * 1.3
     colour = _windows(view, light, hits, colour)
-    clear = torch.exp(-hits.depth / light.fog.unsqueeze(1))
+    people = meet_crowd(light.crowd, rays, hits.depth)
+    other = _sky_and_people(view, light, store, people, rays, sub)
+    depth = torch.where(people.met, people.depth, hits.depth)
+    colour = torch.where(
+        people.met, other * (ambient + 0.5 * (1 - ambient) * light.strength.unsqueeze(1)), colour
+    )
+    clear = torch.exp(-depth / light.fog.unsqueeze(1))
     colour = clear * colour + (1 - clear) * light.air.unsqueeze(1)
-    colour = torch.where(hits.met, colour, _sky(light, store, rays, sub))
+    colour = torch.where(hits.met | people.met, colour, other)
     return colour.view(b, sub, n).mean(1)
+
+
+# -- what hides the scene in one view ------------------------------------------------------------
+
+
+@dataclass
+class People(Table):
+    """b n rays."""
+
+    met: Tensor  # bool: a person stands in the way
+    depth: Tensor
+    u: Tensor  # across the person and up, in [0, 1]
+    v: Tensor
+    who: Tensor  # in [0, 1)
+
+
+def meet_crowd(crowd: Crowd, rays: Tensor, depth: Tensor) -> People:
+    """The people before what is at `depth` (b n) along rays b n 3 of depth 1. Each has a place on a circle
+    about the eye, and is a flat figure of a body and a head: what a person hides is all that counts."""
+    level = rays[..., :2].norm(dim=-1).clamp(min=1e-3)
+    around = torch.atan2(rays[..., 1], rays[..., 0])
+    zero = torch.zeros_like(depth)
+    found = People(zero > 1, depth, zero, zero, zero)
+    rows = [t.unsqueeze(-1).unbind(1) for t in (crowd.radius, crowd.room, crowd.full, crowd.seed)]
+    for radius, room, full, seed in zip(*rows, strict=True):
+        way = radius / level
+        along = around * radius / room
+        place = torch.floor(along)
+        number = place.long() + seed
+        who, height = noise(number), 1.45 + 0.5 * noise(number + 1000)
+        # Elbow room for each, so that nobody is cut off by a neighbour's place.
+        half = torch.minimum(0.22 + 0.1 * who, 0.48 * room)
+        x = ((along - place - 0.5) * room - (noise(number + 2000) - 0.5) * (room - 2 * half)) / half
+        z = (crowd.foot.unsqueeze(1) + way * rays[..., 2]) / height
+        body = x.abs() ** 3 + ((z - 0.41) / 0.42).abs() ** 5 < 1
+        head = (2.2 * x).square() + ((z - 0.91) / 0.09).square() < 1
+        met = (
+            (body | head)
+            & (noise(number + 3000) < full)
+            & (radius > 0)
+            & (way > NEAREST)
+            & (way < found.depth)
+        )
+        new = People(met, way, (x + 1) / 2, z, who)
+        both = zip(vars(new).values(), vars(found).values(), strict=True)
+        found = People(*(torch.where(met, a, b) for a, b in both))
+    return found
+
+
+def noise(seed: Tensor) -> Tensor:
+    """In [0, 1), the same for the same int64 seed on any device: pictures and truth must agree about it."""
+    value = (seed * 2654435761) & 0xFFFFFFFF
+    value = ((value ^ (value >> 15)) * 2246822519) & 0xFFFFFFFF
+    return ((value ^ (value >> 13)) & 0xFFFFFF).float() / 2**24
+
+
+def _drift(light: Light, point: Tensor) -> Tensor:
+    """b n in [-1, 1]: how the wind has left the snow at points b n 3."""
+    x, y = (dot(point[..., :2], wave[:, None, :2]) + wave[:, None, 2] for wave in light.drifts.unbind(1))
+    return torch.sin(x + torch.sin(0.7 * y)) * torch.cos(y)
+
+
+def snowed_in(light: Light, hits: Hits, point: Tensor) -> Tensor:
+    """b n: snow lies on what looks up, at points b n 3 that rays met."""
+    return hits.met & (hits.normal[..., 2] > 0.5) & (_drift(light, point) < light.snow.unsqueeze(1))
+
+
+def hidden(light: Light, hits: Hits, rays: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
+    """b n each: someone stands before it; snow lies on it."""
+    return meet_crowd(light.crowd, rays, hits.depth).met, snowed_in(light, hits, point)
+
+
+def _lamp_light(light: Light, hits: Hits, point: Tensor) -> Tensor:
+    """b n: what lamps throw on points b n 3. They cast no shadows."""
+    total = torch.zeros_like(hits.depth)
+    for place, power in zip(light.lamps.unbind(1), light.power.unbind(1), strict=True):
+        way = place.unsqueeze(1) - point
+        far = way.norm(dim=-1).clamp(min=1e-3)
+        facing = (dot(hits.normal, way) / far).clamp(min=0)
+        total = total + power.unsqueeze(1) * facing / (1 + (far / light.reach.unsqueeze(1)).square())
+    return total
 
 
 def _fold(t: Tensor, mirror: Tensor) -> Tensor:
@@ -364,19 +472,31 @@ def _windows(view: View, light: Light, hits: Hits, colour: Tensor) -> Tensor:
     bays = pick(view.look.bays, hits.index)
     column, row = torch.floor(hits.u * bays[..., 0]), torch.floor(hits.v * bays[..., 1])
     seed = column * 12.9898 + row * 78.233 + hits.index
-    noise = torch.frac(torch.sin(seed) * 43758.5453).abs()
-    return torch.where(hits.recessed & (noise < light.lit.unsqueeze(1)), 0.35 + 1.2 * colour, colour)
+    chance = torch.frac(torch.sin(seed) * 43758.5453).abs()
+    return torch.where(hits.recessed & (chance < light.lit.unsqueeze(1)), 0.35 + 1.2 * colour, colour)
 
 
-def _sky(light: Light, store: PhotoStore, rays: Tensor, sub: int) -> Tensor:
-    """b n: a gradient with clouds (a photo, mostly blurred), which belong to no world."""
+def _sky_and_people(
+    view: View, light: Light, store: PhotoStore, people: People, rays: Tensor, sub: int
+) -> Tensor:
+    """b n: what people wear where there are any, else the sky: a gradient with clouds (a photo, mostly
+    blurred), which belong to no world. One look into the photos for both."""
     b, n, _ = rays.shape
     ray = unit(rays)
     turn = (torch.atan2(ray[..., 1], ray[..., 0]) / torch.pi + light.sky_turn.unsqueeze(1)) * 1.5
     height = ray[..., 2].clamp(-1, 1)
     one = torch.ones_like(turn)
     brightness, gradient, clouds, blur = (t.unsqueeze(1) for t in light.sky.unbind(-1))
-    photo = light.sky_photo.unsqueeze(1).expand(b, n)
-    level = spread_levels((blur * one).view(b, sub, -1)).view(b, n)
-    value = store.sample(photo, _fold(turn, one), _fold(height * 1.5, one), level)
-    return (brightness + gradient * height + clouds * (value - 0.5)).clamp(0, 1.2)
+    # A photo is about two metres high on a person.
+    texels = 0.25 * people.depth / view.camera.focal.unsqueeze(1) * store.size
+    level = torch.where(people.met, torch.log2(texels.clamp(min=1e-3)), blur * one)
+    level = spread_levels(level.view(b, sub, -1)).view(b, n)
+    clothes = (people.who * store.count).long().clamp(max=store.count - 1)
+    value = store.sample(
+        torch.where(people.met, clothes, light.sky_photo.unsqueeze(1)),
+        torch.where(people.met, 0.25 + 0.25 * people.u, _fold(turn, one)),
+        torch.where(people.met, 1 - people.v.clamp(0, 1), _fold(height * 1.5, one)),
+        level,
+    )
+    sky = (brightness + gradient * height + clouds * (value - 0.5)).clamp(0, 1.2)
+    return torch.where(people.met, 0.15 + 0.6 * people.who * value + 0.3 * value, sky)

@@ -270,16 +270,27 @@ def extents(rects: Rects, rounds: Rounds) -> Tensor:
     return torch.cat([flat, curved], 1).clamp(min=1e-3)
 
 
-def paint(draw: Draw, size: Tensor, style: Tensor, photos: int) -> Look:
-    """Looks of surfaces of `size` b m 2 in styles b m 6, with any of `photos` photos."""
+def paint(draw: Draw, size: Tensor, style: Tensor, photos: int, one_make: Tensor | None = None) -> Look:
+    """Looks of surfaces of `size` b m 2 in styles b m 6, with any of `photos` photos. In worlds of `one_make`
+    (b, bool) all bays look alike, and only what is over all of them tells one wall from another."""
     b, m, _ = size.shape
     bay, columns, relief, weak, paving, _ = style.unbind(-1)
     # The part of the photo that is used keeps the shape of the surface, so that photos are not stretched.
     used = (draw.uniform(0.45, 1.0, b, m, 1) * size / size.amax(-1, keepdim=True)).clamp(0.12, 1)
     crop = torch.cat([draw.uniform(0, 1, b, m, 2) * (1 - used), used], -1)
     has_bays, is_weak, paved = bay > 0, weak > 0, paving > 0
+    same = has_bays & (one_make.unsqueeze(1) if one_make is not None else False)
+    first = has_bays.int().argmax(1, keepdim=True)  # of the walls, whose looks the others share
+
+    def shared(values: Tensor) -> Tensor:
+        """b m ...: those of the first wall where all are the same."""
+        trail = values.shape[2:]
+        leader = values.gather(1, first.view(b, 1, *[1] * len(trail)).expand(b, 1, *trail))
+        return torch.where(same.view(b, m, *[1] * len(trail)), leader, values)
+
     period = torch.where(has_bays, bay, torch.where(paved, 3.5, 2.5)) * draw.normal(0.25, b, m).exp()
-    bays = (size / (period.unsqueeze(-1) * draw.log_uniform(0.8, 1.25, b, m, 2))).round().clamp(min=1)
+    stretch = draw.log_uniform(0.8, 1.25, b, m, 2)
+    bays = (size / (shared(period).unsqueeze(-1) * shared(stretch))).round().clamp(min=1)
     across = torch.where(columns > 0, columns, bays[..., 0])
     # Some worlds repeat almost perfectly, others have a photo of their own over all bays.
     repeats = draw.uniform(0.25, 1.0, b, 1)
@@ -288,14 +299,15 @@ def paint(draw: Draw, size: Tensor, style: Tensor, photos: int) -> Look:
     # One recess for all bays of a world, as architecture is: small ones are windows, large leave pilasters.
     edge = draw.uniform(0.06, 0.36, b, 1, 4)
     opening = torch.stack([edge[..., 0], 1 - edge[..., 1], edge[..., 2], 1 - edge[..., 3]], -1)
-    carved = draw.uniform(0, 1, b, m) < relief
+    carved = shared(draw.uniform(0, 1, b, m)) < relief
+    photo = draw.integer(photos, b, m, 3)
     look = Look(
-        photo=draw.integer(photos, b, m, 3),
+        photo=torch.cat([photo[..., :1], shared(photo[..., 1:])], -1),
         crop=crop,
         bays=torch.stack([across, bays[..., 1]], -1),
         mirror=torch.where(has_bays, 0.0, 1.0),
         mix=torch.where(has_bays, repeats, plain_mix),
-        tone=draw.uniform(0.4, 0.62, b, m),
+        tone=shared(draw.uniform(0.4, 0.62, b, m)),
         contrast=torch.where(is_weak, pale, strong * torch.where(paved, repeats, 1.0)),
         blur=torch.where(is_weak, draw.uniform(0.3, 2.5, b, m), 0.0),
         recess=opening * carved.unsqueeze(-1),
