@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import product as product_of
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from prism_match.model.attention import attend
 from prism_match.model.position import turn
+from prism_match.model.winograd import Winograd
 
 try:
     from prism_match.model import triton_kernels
@@ -22,6 +24,8 @@ except ImportError:  # no Triton here, which is so on every machine without a GP
 
 
 log = logging.getLogger(__name__)
+
+SCORES = 2**19  # of `attend_by_rows`, for each thread: what its caches hold
 
 
 def is_power_of_two(n: int) -> bool:
@@ -95,6 +99,13 @@ def failed_trials(device: torch.device) -> list[str]:
     return wrong
 
 
+@lru_cache
+def has_amx() -> bool:
+    """Whether the CPU multiplies tiles of bf16, many times as fast as anything else that it does."""
+    ask = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return ask is not None and ask()
+
+
 def rotate(x: Tensor, centres: Tensor, rows: Tensor, b: Tensor) -> Tensor:
     """`RotaryEncoding` of x (k heads d) at centres[rows] (n 2 and k), of frequencies b (heads d/2 2)."""
     if has_kernels(x) and is_power_of_two(x.shape[-1]):
@@ -111,9 +122,15 @@ def add_upsampled(x: Tensor, low: Tensor) -> Tensor:
 
 
 def convolve(
-    x: Tensor, conv: nn.Conv2d, residual: Tensor | None = None, slope: float = 0.0, gelu: bool = False
+    x: Tensor,
+    conv: nn.Conv2d | Winograd,
+    residual: Tensor | None = None,
+    slope: float = 0.0,
+    gelu: bool = False,
 ) -> Tensor:
     """ReLU, below zero of that slope, or GELU, of the convolution of x (b c h w) and a residual."""
+    if isinstance(conv, Winograd):
+        return conv(x, residual, slope)
     # PyTorch adds a bias in a pass of its own, and so what comes after it.
     if not torch.is_grad_enabled() and has_kernels(x):
         y = F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
@@ -187,8 +204,28 @@ def attend_segments(
     if crossed:
         half = len(keys) // 2
         keys = keys[half:] + keys[:half]
+    by_rows = query.device.type == "cpu" and query.dtype == torch.bfloat16 and not has_amx()
+    attended = attend_by_rows if by_rows and not torch.is_grad_enabled() else partial(attend, mask=None)
     parts = zip(q.split(counts, 2), keys, strict=True)
-    return torch.cat([attend(each, *seen, None)[0].transpose(0, 1) for each, seen in parts])
+    return torch.cat([attended(each, *seen)[0].transpose(0, 1) for each, seen in parts])
+
+
+def attend_by_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """`attend` (b h n d), some rows of scores at a time. PyTorch's own takes as long in bf16 as in fp32 where
+    there is no AMX, although plain products of matrices are twice as fast."""
+    (batch, heads, n, dim), m = query.shape, key.shape[2]
+    if n == 0 or m == 0:
+        return torch.zeros_like(query)
+    rows = max(1, min(n, SCORES * torch.get_num_threads() // m))
+    scores, result = query.new_empty(rows, m), torch.empty_like(query)
+    key = key.mT * dim**-0.5
+    for at in product_of(range(batch), range(heads)):
+        for a in range(0, n, rows):
+            part = query[at][a : a + rows]
+            s = torch.mm(part, key[at], out=scores[: len(part)])
+            torch.softmax(s, dim=-1, out=s)
+            torch.mm(s, value[at], out=result[at][a : a + rows])
+    return result
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
