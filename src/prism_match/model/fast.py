@@ -177,7 +177,8 @@ class FastPRISM:
         if count == 0:
             return tuple(torch.zeros(shape, device=cells.device) for shape in ((0, 2), (0, 2), 0))
         # A number that is seen often, so that it can be recorded.
-        cells = cells[:, torch.arange(round_count(count), device=cells.device).clamp(max=count - 1)]
+        some = torch.arange(round_count(count, cells.device), device=cells.device)
+        cells = cells[:, some.clamp(max=count - 1)]
         places = [cells[0], cells[1] - layout.second]
         windows = [
             self.refinement.cut(fine, place, shape)
