@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 TILE, SEEN = 4, 6  # pixels along the side of a tile, and of what it comes from
 POINTS = SEEN * SEEN
-AT_ONCE = 2**19  # values of a band, for each thread
+AT_ONCE, MOST_THREADS = 2**19, 8  # values of a band for each thread, and how many threads count
 NARROWEST = 64  # channels: with fewer, the ways to the values and back are most of the work
 
 # Of the points 0, 1, -1, 2, -2 and infinity: the map's values, the weights' ones, and the result's pixels.
@@ -85,8 +85,8 @@ class Winograd(nn.Module):
         batch, c, height, width = x.shape
         k = self.values.shape[2]
         rows, columns = -(-height // TILE), -(-width // TILE)
-        band = AT_ONCE * torch.get_num_threads() // (POINTS * columns * max(c, k))
-        band = min(max(band, 1), rows)
+        values = AT_ONCE * min(torch.get_num_threads(), MOST_THREADS)
+        band = min(max(values // (POINTS * columns * max(c, k)), 1), rows)
         room = Room(x, band, columns, c, k)
         result = x.new_empty(batch, rows * TILE, columns * TILE, k)
         for n in range(batch):
