@@ -37,6 +37,7 @@ from prism_match.model.kernels import (
     convolve,
     feed_forward,
     has_amx,
+    in_pieces,
     rotate,
 )
 from prism_match.model.matching import away_from_border, mutual_partners
@@ -62,7 +63,7 @@ from prism_match.stages import stage
 
 SLOPE = 0.01  # of `F.leaky_relu`
 RECORDED = 2**20  # pixels of images that the backbone sees together: more keep a GPU busy as they are
-REFINED_AT_ONCE = 2048  # matches
+REFINED_AT_ONCE, REFINED_ON_CPU = 2048, 128  # matches; on a CPU so few that its caches hold what they need
 LAYOUT_CELLS = 2**20  # of the maps seen last, whose tables are kept: about 64 MiB
 
 
@@ -147,7 +148,8 @@ class FastPRISM:
                 lengths = layout.lengths(ends.tolist())[-1]
                 cells, confidence, pair = self.coarse_matches(table, keep, logit, inner, lengths, theta_c)
             with stage("refinement"):
-                parts = [self.refined(a, b, table, layout, x) for x in cells.split(REFINED_AT_ONCE, dim=1)]
+                at_once = REFINED_ON_CPU if cells.device.type == "cpu" else REFINED_AT_ONCE
+                parts = [self.refined(a, b, table, layout, x) for x in cells.split(at_once, dim=1)]
                 keypoints0, keypoints1, std = (torch.cat(x) for x in zip(*parts, strict=True))
         return PairMatches(pair, keypoints0, keypoints1, confidence, std, tuple(layers))
 
@@ -284,9 +286,10 @@ class FastMPM:
         taken = Taken(layout, room, rows, kept.ends, centres)
         self.self_attention(table, taken, cross=False)
         tokens = self.cross_attention(table, taken, cross=True)
-        if self.pruning is None:
+        pruning = self.pruning
+        if pruning is None:
             return table, keep, None, torch.cat(kept.ends)
-        nmi = self.pruning(tokens, tokens, None)
+        nmi = in_pieces(lambda x: pruning(x, x, None), tokens)
         nowhere = torch.full((len(table),), -torch.inf, device=table.device)
         logit = nowhere.index_copy_(0, rows[-1], nmi)[:-1]
         keep = remaining(keep, logit, self.theta_p, None)
@@ -317,14 +320,15 @@ class FastSADPA:
         """Updates the rows of the table that take part, which are returned too."""
         tokens = table[taken.rows[-1]]
         query, value = (
-            x.unflatten(-1, (self.heads, -1)) for x in self.query_and_value(tokens).chunk(2, dim=-1)
+            x.unflatten(-1, (self.heads, -1))
+            for x in in_pieces(self.query_and_value, tokens).chunk(2, dim=-1)
         )
         query = self.turn(query, taken, -1)
         messages = []
         for level, patches in enumerate(taken.layout.patches):
             if level < len(self.convs):
                 seen = table[patches[taken.rows[level]]].flatten(1)
-                value_of_level = self.convs[level](seen).unflatten(-1, (self.heads, -1))
+                value_of_level = in_pieces(self.convs[level], seen).unflatten(-1, (self.heads, -1))
             else:
                 value_of_level = value
             key = self.turn(value_of_level, taken, level)
@@ -334,7 +338,8 @@ class FastSADPA:
                 None if lengths is None else (lengths[-1], lengths[level]),
             )  # fmt: skip
             messages.append(message.flatten(1))
-        updated = tokens + feed_forward(self.ffn, torch.cat([tokens, *messages], dim=-1))
+        seen = torch.cat([tokens, *messages], dim=-1)
+        updated = tokens + in_pieces(partial(feed_forward, self.ffn), seen)
         table.index_copy_(0, taken.rows[-1], updated)
         return updated
 

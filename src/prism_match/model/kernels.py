@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from prism_match.model.attention import attend
 from prism_match.model.position import turn
-from prism_match.model.winograd import Winograd
+from prism_match.model.winograd import MOST_THREADS, Winograd
 
 try:
     from prism_match.model import triton_kernels
@@ -25,7 +25,8 @@ except ImportError:  # no Triton here, which is so on every machine without a GP
 
 log = logging.getLogger(__name__)
 
-SCORES = 2**19  # of `attend_by_rows`, for each thread: what its caches hold
+SCORES = 2**20  # of `attend_by_rows`, for each thread: what its caches hold
+PIECE, PIECE_STEP = 512, 64  # rows of `in_pieces`, and of the last one a multiple of
 
 
 def is_power_of_two(n: int) -> bool:
@@ -204,10 +205,14 @@ def attend_segments(
     if crossed:
         half = len(keys) // 2
         keys = keys[half:] + keys[:half]
-    by_rows = query.device.type == "cpu" and query.dtype == torch.bfloat16 and not has_amx()
-    attended = attend_by_rows if by_rows and not torch.is_grad_enabled() else partial(attend, mask=None)
+    attended = attend_by_rows if goes_by_rows(query) else partial(attend, mask=None)
     parts = zip(q.split(counts, 2), keys, strict=True)
     return torch.cat([attended(each, *seen)[0].transpose(0, 1) for each, seen in parts])
+
+
+def goes_by_rows(query: Tensor) -> bool:
+    on_cpu = query.device.type == "cpu" and torch.get_num_threads() <= MOST_THREADS and not has_amx()
+    return on_cpu and query.dtype == torch.bfloat16 and not torch.is_grad_enabled()
 
 
 def attend_by_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -216,16 +221,30 @@ def attend_by_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     (batch, heads, n, dim), m = query.shape, key.shape[2]
     if n == 0 or m == 0:
         return torch.zeros_like(query)
-    rows = max(1, min(n, SCORES * torch.get_num_threads() // m))
-    scores, result = query.new_empty(rows, m), torch.empty_like(query)
-    key = key.mT * dim**-0.5
+    keys = m + -m % (PIECE_STEP if m <= PIECE else 2 * PIECE_STEP)  # see `in_pieces`
+    query = F.pad(query, (0, 0, 0, -n % PIECE_STEP))
+    key, value = F.pad(key.mT * dim**-0.5, (0, keys - m)), F.pad(value, (0, 0, 0, keys - m))
+    rows = SCORES * torch.get_num_threads() // keys // PIECE_STEP * PIECE_STEP
+    rows = min(max(rows, PIECE_STEP), PIECE, query.shape[2])
+    scores, result = query.new_empty(rows, keys), torch.empty_like(query)
     for at in product_of(range(batch), range(heads)):
-        for a in range(0, n, rows):
+        for a in range(0, query.shape[2], rows):
             part = query[at][a : a + rows]
             s = torch.mm(part, key[at], out=scores[: len(part)])
+            s[:, m:] = -torch.inf
             torch.softmax(s, dim=-1, out=s)
             torch.mm(s, value[at], out=result[at][a : a + rows])
-    return result
+    return result[:, :, :n]
+
+
+def in_pieces(work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """work of each row of x (n c). In bf16 on a CPU of few numbers of rows alone: its library keeps half a
+    MiB for every number that it has seen, and takes a millisecond for each that it has not."""
+    if x.device.type != "cpu" or x.dtype == torch.float32 or len(x) == 0:
+        return work(x)
+    *pieces, last = x.split(PIECE)
+    last = F.pad(last, (0, 0, 0, -len(last) % PIECE_STEP))
+    return torch.cat([work(piece) for piece in (*pieces, last)])[: len(x)]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

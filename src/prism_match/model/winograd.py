@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 TILE, SEEN = 4, 6  # pixels along the side of a tile, and of what it comes from
 POINTS = SEEN * SEEN
-AT_ONCE, MOST_THREADS = 2**19, 8  # values of a band for each thread, and how many threads count
+AT_ONCE = 2**19  # values of a band, for each thread
+MOST_THREADS = (
+    16  # more wait for memory, and for one another: they are better served by PyTorch's convolutions
+)
 NARROWEST = 64  # channels: with fewer, the ways to the values and back are most of the work
 
 # Of the points 0, 1, -1, 2, -2 and infinity: the map's values, the weights' ones, and the result's pixels.
@@ -46,8 +49,9 @@ TO_PIXELS = [
 
 
 def is_worth_it(device: torch.device) -> bool:
-    """Where it was measured to be faster: on x86."""
-    return device.type == "cpu" and platform.machine() in ("x86_64", "AMD64")
+    """Where it is faster: on x86, with not too many threads."""
+    few = torch.get_num_threads() <= MOST_THREADS
+    return device.type == "cpu" and few and platform.machine() in ("x86_64", "AMD64")
 
 
 def use_winograd(module: nn.Module) -> None:
@@ -85,7 +89,7 @@ class Winograd(nn.Module):
         batch, c, height, width = x.shape
         k = self.values.shape[2]
         rows, columns = -(-height // TILE), -(-width // TILE)
-        values = AT_ONCE * min(torch.get_num_threads(), MOST_THREADS)
+        values = AT_ONCE * min(torch.get_num_threads(), MOST_THREADS // 2)
         band = min(max(values // (POINTS * columns * max(c, k)), 1), rows)
         room = Room(x, band, columns, c, k)
         result = x.new_empty(batch, rows * TILE, columns * TILE, k)
