@@ -17,10 +17,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prism_match.config import PRESETS, ModelConfig
-from prism_match.model import kernels
+from prism_match.model import kernels, winograd
+from prism_match.model.attention import attend
 from prism_match.model.fast import AutocastPRISM, FastPRISM, arranged, is_supported
 from prism_match.model.prism import PRISM, Features
 from prism_match.model.recorder import PATIENCE, Recorder, Recording
+from prism_match.model.winograd import Winograd
 
 TINY = PRESETS["tiny"].replace(theta_c=0.0)
 
@@ -184,6 +186,101 @@ def test_half_precision_stays_close(dtype: torch.dtype) -> None:
     distances = partner_distances(expected, found)
     assert len(distances) > 0.6 * len(expected.batch)
     assert distances.median() < 0.5
+
+
+# --- what a CPU does in its own way
+
+
+@pytest.mark.parametrize("at_once", [1, winograd.AT_ONCE])
+@pytest.mark.parametrize("slope", [0.0, 0.01, 1.0])
+def test_winograds_way_is_a_convolution(at_once: int, slope: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(winograd, "AT_ONCE", at_once)  # 1: a row of tiles at a time
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        for (height, width), bias in (((16, 24), True), ((13, 18), False), ((1, 5), True), ((9, 3), True)):
+            conv = torch.nn.Conv2d(20, 12, 3, padding=1, bias=bias)
+            x, residual = torch.randn(2, 20, height, width), torch.randn(2, 12, height, width)
+            for more in (None, residual):
+                expected = F.leaky_relu(conv(x) + (0 if more is None else more), slope)
+                assert_close(Winograd(conv)(x, more, slope), expected, 2e-5)
+                last = x.contiguous(memory_format=torch.channels_last)
+                assert_close(Winograd(conv)(last, more, slope), expected, 2e-5)
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> PRISM:
+    """A model that is wide enough for it, on whatever machine."""
+    monkeypatch.setattr("prism_match.model.fast.is_worth_it", lambda device: True)
+    monkeypatch.setattr("prism_match.model.fast.has_amx", lambda: False)
+    monkeypatch.setattr("prism_match.model.kernels.has_amx", lambda: False)
+    return random_model(TINY.replace(stage_dims=(64, 80, 64), coarse_dim=64, fine_dim=64))
+
+
+def test_a_wide_model_takes_winograds_way_and_gives_what_the_plain_one_gives(wide: PRISM) -> None:
+    fast = FastPRISM(wide, torch.float32)
+    assert sum(isinstance(x, Winograd) for x in fast.backbone.modules()) == 14  # all but those of a stride
+    with torch.inference_mode():
+        for size, count in ((64, 96), 1), ((33, 50), 2):
+            (image,) = images(size, count=count)
+            a, b = wide.extract(image), fast.extract(image)
+            assert_close(a.coarse, b.coarse)
+            assert_close(a.fine, b.fine)
+            expected, found = wide.match(a, a), fast.match(b, b)
+            assert len(found.batch) > 5 and torch.equal(expected.keypoints0, found.keypoints0)
+            assert_close(expected.keypoints1, found.keypoints1, 1e-3)
+
+
+def test_in_bf16_the_backbone_loses_nothing_but_the_last_rounding(wide: PRISM) -> None:
+    (image,) = images((64, 96))
+    with torch.inference_mode():
+        expected, found = wide.extract(image), FastPRISM(wide, torch.bfloat16).extract(image)
+    for name in ("coarse", "fine"):
+        exact, rounded = getattr(expected, name), getattr(found, name)
+        assert rounded.dtype == torch.bfloat16
+        torch.testing.assert_close(rounded.float(), exact, rtol=2**-8, atol=1e-4)
+
+
+def test_attention_by_rows_is_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for n, m, scores in ((300, 200, 1), (300, 600, 2**20), (5, 1, 1), (0, 4, 1), (3, 0, 1)):
+        monkeypatch.setattr(kernels, "SCORES", scores)
+        q, k, v = (torch.randn(2, 3, length, 16, generator=generator) for length in (n, m, m))
+        with torch.inference_mode():
+            assert_close(kernels.attend_by_rows(q, k, v), attend(q, k, v, None), 1e-5)
+            half = kernels.attend_by_rows(*(x.bfloat16() for x in (q, k, v)))
+            assert half.dtype == torch.bfloat16
+            assert_close(half.float(), attend(q, k, v, None), 0.03)
+
+
+def test_attention_in_bf16_goes_by_rows_where_there_is_no_amx(
+    wide: PRISM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(kernels, "attend_by_rows", lambda *x: calls.append(1) or attend(*x, None))
+    pair = images((64, 64), (64, 64))
+    for dtype, amx, by_rows in (
+        (torch.float32, False, False), (torch.bfloat16, True, False), (torch.bfloat16, False, True),
+    ):  # fmt: skip
+        monkeypatch.setattr(kernels, "has_amx", lambda amx=amx: amx)
+        calls.clear()
+        with torch.inference_mode():
+            model = FastPRISM(wide, dtype)
+            model.match(*(model.extract(x) for x in pair))
+        assert bool(calls) == by_rows
+
+
+def test_in_bf16_a_cpu_sees_few_numbers_of_rows() -> None:
+    """Whatever the number of cells: each one costs memory that is never given back."""
+    seen: set[int] = set()
+
+    def work(x: Tensor) -> Tensor:
+        seen.add(len(x))
+        return 2 * x
+
+    for count in range(0, 2000, 7):
+        x = torch.arange(2 * count).view(-1, 2).bfloat16()
+        assert torch.equal(kernels.in_pieces(work, x), 2 * x)
+    assert len(seen) < 10
 
 
 def test_ablations_with_another_part_take_the_plain_way() -> None:

@@ -75,7 +75,7 @@ class PairMatcher:
     ):
         """weights: a .safetensors file, or `hf:OWNER/REPO[@REVISION][:FILE]` for one on the Hugging Face Hub;
         None: those that ship in the package.
-        precision: "auto" is bf16 on a GPU that has it and fp32 elsewhere.
+        precision: "auto" is bf16 on a GPU, or a CPU, that computes in it, and fp32 elsewhere.
         backend: what runs the model; "onnx": on a CPU in fp32 onnxruntime, which is faster there, of graphs
         that are made once and kept (docs/onnx.md); "auto": that wherever it can, and PyTorch elsewhere. Its
         matches are PyTorch's but for ties and rounding.
@@ -99,6 +99,8 @@ class PairMatcher:
         self.rotate, self.polish = rotate, polish
         self.tiles, self.tile_memory = tiles, tile_memory
         self.device = find_device(device)
+        if (backend, precision) == ("onnx", "auto"):
+            precision = "fp32"  # it has no other
         self.dtype = find_dtype(precision, self.device)
         self.size, self.threshold, self.max_matches = size, threshold, max_matches
         self.info = weights_info(weights, config)
@@ -109,6 +111,8 @@ class PairMatcher:
         self.subpixel = load_subpixel().to(self.device)
         if self.device.type == "cuda":
             self.subpixel.on_gpu()
+        elif self.device.type == "cpu":
+            self.subpixel.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def _arranged(self) -> FastPRISM | AutocastPRISM:
         """The model as it is run."""
@@ -181,7 +185,7 @@ class PairMatcher:
         if self.device.type == "cuda":
             quick = ["bf16", "fp16", "fp32"] if torch.cuda.is_bf16_supported() else ["fp16", "fp32"]
         else:
-            quick = ["fp32", "bf16"] if has_instructions("bf16") else ["fp32"]
+            quick = ["fp32"] if has_instructions("bf16") is False else ["fp32", "bf16"]
         own = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
         return [own, *(name for name in quick if name != own)]
 
@@ -327,7 +331,7 @@ class PairMatcher:
         largest = halvings(min(a.prepared.zoom, b.prepared.zoom))
         units, few = (a.pyramid.unit, b.pyramid.unit), len(at0) < FEWEST
         # Those that are added, for a number that is seen often, lie too far away to be neighbours.
-        more = (0, 0, 0, round_count(len(at0)) - len(at0))
+        more = (0, 0, 0, round_count(len(at0), at0.device) - len(at0))
         results = self.recorder(
             ("polish", scales, largest, units, few),
             partial(polished, self.subpixel, scales, largest, units, few),
@@ -633,10 +637,12 @@ def warn_of_metal() -> None:
 
 def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     if precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+        on_gpu = device.type == "cuda"
+        quick = torch.cuda.is_bf16_supported() if on_gpu else device.type == "cpu" and is_quick_in_bf16()
+        return torch.bfloat16 if quick else torch.float32
     if precision not in DTYPES:
         raise UserError(f"precision must be auto, fp32, bf16 or fp16, not {precision!r}")
-    if device.type == "cpu" and not has_instructions(precision):
+    if device.type == "cpu" and has_instructions(precision) is False:
         log.warning("this CPU has no instructions for %s: fp32 is several times as fast here", precision)
     return DTYPES[precision]
 
@@ -658,12 +664,19 @@ def find_backend(
     return "torch" if reason is not None else "onnx"
 
 
-def has_instructions(precision: Precision) -> bool:
-    """Whether a CPU computes in this precision itself; True where that cannot be told."""
-    if precision != "bf16" or platform.machine() not in ("x86_64", "AMD64"):
+def has_instructions(precision: Precision) -> bool | None:
+    """Whether a CPU computes in this precision itself; None where that cannot be told."""
+    if precision == "fp32":
         return True
+    if precision != "bf16" or platform.machine() not in ("x86_64", "AMD64"):
+        return None
     known = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
-    return any(ask is None or ask() for ask in known)
+    return None if None in known else any(ask() for ask in known if ask is not None)
+
+
+def is_quick_in_bf16() -> bool:
+    """Whether a CPU is known to be faster in bf16 than in fp32."""
+    return has_instructions("bf16") is True
 
 
 def match(image0: ImageLike, image1: ImageLike, **options: Any) -> Matches:

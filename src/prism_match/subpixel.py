@@ -40,6 +40,7 @@ ROUNDS = 2
 FIRST_ROUNDS, MORE_ROUNDS = 3, 2
 CHANNELS = 10  # that `comparison` makes of two windows
 AT_ONCE = 2048  # matches
+AT_ONCE_ON_CPU = 128  # so that what lies between two layers stays in its caches
 
 
 class Subpixel(nn.Module):
@@ -286,9 +287,11 @@ def settle(
 ) -> tuple[Tensor, Tensor]:
     """What the last round of `approach` gives, for any number of matches."""
     count = len(points0)
-    rows = torch.arange(round_count(count), device=points0.device).clamp(max=count - 1)
+    device = points0.device
+    at_once = AT_ONCE_ON_CPU if device.type == "cpu" else AT_ONCE
+    rows = torch.arange(round_count(count, device), device=device).clamp(max=count - 1)
     found = [(points1[:0], points1[:0, 0])]
-    for at0, at1, s in zip(*(t[rows].split(AT_ONCE) for t in (points0, points1, stretch)), strict=True):
+    for at0, at1, s in zip(*(t[rows].split(at_once) for t in (points0, points1, stretch)), strict=True):
         *_, last = approach(network, first, second, at0, at1, s, rounds, pixel=pixel)
         found.append(last)
     moved, error = (torch.cat(x)[:count] for x in zip(*found, strict=True))

@@ -36,6 +36,8 @@ from prism_match.model.kernels import (
     attends_segments,
     convolve,
     feed_forward,
+    has_amx,
+    in_pieces,
     rotate,
 )
 from prism_match.model.matching import away_from_border, mutual_partners
@@ -56,11 +58,12 @@ from prism_match.model.pruning import remaining
 from prism_match.model.recorder import Recorder, round_count
 from prism_match.model.refinement import FINE_PER_CELL, Refinement, expectation
 from prism_match.model.tokens import map_extent
+from prism_match.model.winograd import is_worth_it, use_winograd
 from prism_match.stages import stage
 
 SLOPE = 0.01  # of `F.leaky_relu`
 RECORDED = 2**20  # pixels of images that the backbone sees together: more keep a GPU busy as they are
-REFINED_AT_ONCE = 2048  # matches
+REFINED_AT_ONCE, REFINED_ON_CPU = 2048, 128  # matches; on a CPU so few that its caches hold what they need
 LAYOUT_CELLS = 2**20  # of the maps seen last, whose tables are kept: about 64 MiB
 
 
@@ -97,7 +100,10 @@ class FastPRISM:
     def __init__(self, model: PRISM, dtype: torch.dtype, recorder: Recorder | None = None):
         self.config, self.dtype = model.config, dtype
         self.recorder = recorder or Recorder()
-        self.backbone = fused(model.backbone, dtype)
+        self.seen_in = backbone_dtype(model.backbone, dtype)
+        self.backbone = fused(model.backbone, self.seen_in)
+        if self.seen_in == torch.float32 and is_worth_it(device_of(model.backbone)):
+            use_winograd(self.backbone)
         self.mpms = [FastMPM(mpm, dtype) for mpm in model.mpms]  # type: ignore[arg-type]
         self.refinement = FastRefinement(model.refinement, dtype)
         self.layouts: OrderedDict[tuple, Layout] = OrderedDict()
@@ -111,8 +117,10 @@ class FastPRISM:
 
     def seen(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What `Features` holds."""
-        gray = to_gray(image).to(self.dtype)
+        gray = to_gray(image).to(self.seen_in)
         coarse, fine = (x.permute(0, 2, 3, 1) for x in self.backbone(gray))
+        if self.seen_in != self.dtype:
+            coarse, fine = coarse.to(self.dtype), fine.to(self.dtype)
         rows, columns = (-(-n // STRIDE) * STRIDE // CELL for n in gray.shape[-2:])
         valid = torch.zeros((len(gray), rows, columns), dtype=torch.bool, device=gray.device)
         valid[:, : coarse.shape[1], : coarse.shape[2]] = True
@@ -140,7 +148,8 @@ class FastPRISM:
                 lengths = layout.lengths(ends.tolist())[-1]
                 cells, confidence, pair = self.coarse_matches(table, keep, logit, inner, lengths, theta_c)
             with stage("refinement"):
-                parts = [self.refined(a, b, table, layout, x) for x in cells.split(REFINED_AT_ONCE, dim=1)]
+                at_once = REFINED_ON_CPU if cells.device.type == "cpu" else REFINED_AT_ONCE
+                parts = [self.refined(a, b, table, layout, x) for x in cells.split(at_once, dim=1)]
                 keypoints0, keypoints1, std = (torch.cat(x) for x in zip(*parts, strict=True))
         return PairMatches(pair, keypoints0, keypoints1, confidence, std, tuple(layers))
 
@@ -170,7 +179,8 @@ class FastPRISM:
         if count == 0:
             return tuple(torch.zeros(shape, device=cells.device) for shape in ((0, 2), (0, 2), 0))
         # A number that is seen often, so that it can be recorded.
-        cells = cells[:, torch.arange(round_count(count), device=cells.device).clamp(max=count - 1)]
+        some = torch.arange(round_count(count, cells.device), device=cells.device)
+        cells = cells[:, some.clamp(max=count - 1)]
         places = [cells[0], cells[1] - layout.second]
         windows = [
             self.refinement.cut(fine, place, shape)
@@ -276,9 +286,10 @@ class FastMPM:
         taken = Taken(layout, room, rows, kept.ends, centres)
         self.self_attention(table, taken, cross=False)
         tokens = self.cross_attention(table, taken, cross=True)
-        if self.pruning is None:
+        pruning = self.pruning
+        if pruning is None:
             return table, keep, None, torch.cat(kept.ends)
-        nmi = self.pruning(tokens, tokens, None)
+        nmi = in_pieces(lambda x: pruning(x, x, None), tokens)
         nowhere = torch.full((len(table),), -torch.inf, device=table.device)
         logit = nowhere.index_copy_(0, rows[-1], nmi)[:-1]
         keep = remaining(keep, logit, self.theta_p, None)
@@ -309,14 +320,15 @@ class FastSADPA:
         """Updates the rows of the table that take part, which are returned too."""
         tokens = table[taken.rows[-1]]
         query, value = (
-            x.unflatten(-1, (self.heads, -1)) for x in self.query_and_value(tokens).chunk(2, dim=-1)
+            x.unflatten(-1, (self.heads, -1))
+            for x in in_pieces(self.query_and_value, tokens).chunk(2, dim=-1)
         )
         query = self.turn(query, taken, -1)
         messages = []
         for level, patches in enumerate(taken.layout.patches):
             if level < len(self.convs):
                 seen = table[patches[taken.rows[level]]].flatten(1)
-                value_of_level = self.convs[level](seen).unflatten(-1, (self.heads, -1))
+                value_of_level = in_pieces(self.convs[level], seen).unflatten(-1, (self.heads, -1))
             else:
                 value_of_level = value
             key = self.turn(value_of_level, taken, level)
@@ -326,7 +338,8 @@ class FastSADPA:
                 None if lengths is None else (lengths[-1], lengths[level]),
             )  # fmt: skip
             messages.append(message.flatten(1))
-        updated = tokens + feed_forward(self.ffn, torch.cat([tokens, *messages], dim=-1))
+        seen = torch.cat([tokens, *messages], dim=-1)
+        updated = tokens + in_pieces(partial(feed_forward, self.ffn), seen)
         table.index_copy_(0, taken.rows[-1], updated)
         return updated
 
@@ -423,6 +436,16 @@ def fused(backbone: ResNetFPN, dtype: torch.dtype) -> ResNetFPN:
                 if isinstance(child, kind):
                     setattr(parent, name, make(child))
     return backbone.to(dtype=dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def backbone_dtype(backbone: ResNetFPN, dtype: torch.dtype) -> torch.dtype:
+    """What the backbone of a model of that precision computes in: on a CPU, float32 by `winograd.py` takes
+    less time than bf16 without it, unless the CPU has AMX."""
+    return torch.float32 if is_worth_it(device_of(backbone)) and not has_amx() else dtype
+
+
+def device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
 
 
 def one_convolution(layer: ConvNorm) -> nn.Module:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import product as product_of
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from prism_match.model.attention import attend
 from prism_match.model.position import turn
+from prism_match.model.winograd import MOST_THREADS, Winograd
 
 try:
     from prism_match.model import triton_kernels
@@ -22,6 +24,9 @@ except ImportError:  # no Triton here, which is so on every machine without a GP
 
 
 log = logging.getLogger(__name__)
+
+SCORES = 2**20  # of `attend_by_rows`, for each thread: what its caches hold
+PIECE, PIECE_STEP = 512, 64  # rows of `in_pieces`, and of the last one a multiple of
 
 
 def is_power_of_two(n: int) -> bool:
@@ -95,6 +100,13 @@ def failed_trials(device: torch.device) -> list[str]:
     return wrong
 
 
+@lru_cache
+def has_amx() -> bool:
+    """Whether the CPU multiplies tiles of bf16, many times as fast as anything else that it does."""
+    ask = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return ask is not None and ask()
+
+
 def rotate(x: Tensor, centres: Tensor, rows: Tensor, b: Tensor) -> Tensor:
     """`RotaryEncoding` of x (k heads d) at centres[rows] (n 2 and k), of frequencies b (heads d/2 2)."""
     if has_kernels(x) and is_power_of_two(x.shape[-1]):
@@ -111,9 +123,15 @@ def add_upsampled(x: Tensor, low: Tensor) -> Tensor:
 
 
 def convolve(
-    x: Tensor, conv: nn.Conv2d, residual: Tensor | None = None, slope: float = 0.0, gelu: bool = False
+    x: Tensor,
+    conv: nn.Conv2d | Winograd,
+    residual: Tensor | None = None,
+    slope: float = 0.0,
+    gelu: bool = False,
 ) -> Tensor:
     """ReLU, below zero of that slope, or GELU, of the convolution of x (b c h w) and a residual."""
+    if isinstance(conv, Winograd):
+        return conv(x, residual, slope)
     # PyTorch adds a bias in a pass of its own, and so what comes after it.
     if not torch.is_grad_enabled() and has_kernels(x):
         y = F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
@@ -187,8 +205,46 @@ def attend_segments(
     if crossed:
         half = len(keys) // 2
         keys = keys[half:] + keys[:half]
+    attended = attend_by_rows if goes_by_rows(query) else partial(attend, mask=None)
     parts = zip(q.split(counts, 2), keys, strict=True)
-    return torch.cat([attend(each, *seen, None)[0].transpose(0, 1) for each, seen in parts])
+    return torch.cat([attended(each, *seen)[0].transpose(0, 1) for each, seen in parts])
+
+
+def goes_by_rows(query: Tensor) -> bool:
+    on_cpu = query.device.type == "cpu" and torch.get_num_threads() <= MOST_THREADS and not has_amx()
+    return on_cpu and query.dtype == torch.bfloat16 and not torch.is_grad_enabled()
+
+
+def attend_by_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """`attend` (b h n d), some rows of scores at a time. PyTorch's own takes as long in bf16 as in fp32 where
+    there is no AMX, although plain products of matrices are twice as fast."""
+    (batch, heads, n, dim), m = query.shape, key.shape[2]
+    if n == 0 or m == 0:
+        return torch.zeros_like(query)
+    keys = m + -m % (PIECE_STEP if m <= PIECE else 2 * PIECE_STEP)  # see `in_pieces`
+    query = F.pad(query, (0, 0, 0, -n % PIECE_STEP))
+    key, value = F.pad(key.mT * dim**-0.5, (0, keys - m)), F.pad(value, (0, 0, 0, keys - m))
+    rows = SCORES * torch.get_num_threads() // keys // PIECE_STEP * PIECE_STEP
+    rows = min(max(rows, PIECE_STEP), PIECE, query.shape[2])
+    scores, result = query.new_empty(rows, keys), torch.empty_like(query)
+    for at in product_of(range(batch), range(heads)):
+        for a in range(0, query.shape[2], rows):
+            part = query[at][a : a + rows]
+            s = torch.mm(part, key[at], out=scores[: len(part)])
+            s[:, m:] = -torch.inf
+            torch.softmax(s, dim=-1, out=s)
+            torch.mm(s, value[at], out=result[at][a : a + rows])
+    return result[:, :, :n]
+
+
+def in_pieces(work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """work of each row of x (n c). In bf16 on a CPU of few numbers of rows alone: its library keeps half a
+    MiB for every number that it has seen, and takes a millisecond for each that it has not."""
+    if x.device.type != "cpu" or x.dtype == torch.float32 or len(x) == 0:
+        return work(x)
+    *pieces, last = x.split(PIECE)
+    last = F.pad(last, (0, 0, 0, -len(last) % PIECE_STEP))
+    return torch.cat([work(piece) for piece in (*pieces, last)])[: len(x)]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -152,9 +152,9 @@ class Recorder:
         return self.buffers[key]
 
 
-def round_count(count: int) -> int:
+def round_count(count: int, device: torch.device) -> int:
     """At least as many, out of few numbers, so that the same work can be recorded for many pairs; and since a
     library of convolutions keeps a program for every number that it has not seen yet, and what it keeps
-    between large tensors holds their memory for good."""
-    step = 16 if count <= 256 else 64 if count <= 1024 else 256
+    between large tensors holds their memory for good. On a CPU, which records nothing, only a few more."""
+    step = 16 if count <= 256 or device.type == "cpu" else 64 if count <= 1024 else 256
     return -(-count // step) * step

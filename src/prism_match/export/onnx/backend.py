@@ -1,5 +1,6 @@
-"""`Matcher(backend="onnx")`: the backbone and the MPMs, which are nearly all of the work, run by onnxruntime
-on a CPU; everything else is `FastPRISM`'s. Their graphs are traced once and kept in the user's cache."""
+"""`Matcher(backend="onnx")`: the MPMs, and the backbone where `FastPRISM` has no faster one, are run by
+onnxruntime on a CPU; everything else is `FastPRISM`'s. Their graphs are traced once and kept in the user's
+cache."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ from prism_match.model.matching import away_from_border
 from prism_match.model.mpm import LayerState
 from prism_match.model.packing import Layout, spared
 from prism_match.model.prism import PRISM, Features
+from prism_match.model.winograd import is_worth_it
 from prism_match.runtime import INSTALL, open_session
 from prism_match.weights import WeightsInfo
 from prism_match.weights.store import write_tensors
@@ -66,8 +68,9 @@ class OnnxPRISM(FastPRISM):
         super().__init__(model, torch.float32)
         self.mpms, self.prunes = [], [mpm.pruning is not None for mpm in model.mpms]
         graphs = load_graphs(model, info)
-        seeing, self.transforming = (open_session(graphs[part], f"the model's {part}") for part in PARTS)
-        self.backbone = SessionBackbone(seeing)  # type: ignore[assignment]
+        self.transforming = open_session(graphs["mpms"], "the model's mpms")
+        if not is_worth_it(torch.device("cpu")):
+            self.backbone = SessionBackbone(open_session(graphs["backbone"], "the model's backbone"))  # type: ignore[assignment]
 
     def transform(
         self, layout: Layout, a: Features, b: Features, masks: tuple[Tensor, Tensor]
