@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import threading
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ STATIC_MATCHES = 2048  # rows of a file of fixed size, the surest first
 LARGEST_STATIC = 4096  # pixels a side
 ASSETS = Path(__file__).parents[2] / "assets"
 MATCHES = ("keypoints0", "keypoints1", "scores")
+# PyTorch's exporter has one state for all threads: two at a time fail, or give a graph of something else.
+EXPORTING = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -216,7 +219,7 @@ def traced(graph: Graph) -> Any:
     graph.module.eval()
     file = io.BytesIO()
     # Warnings tell that numbers such as channels become constants, which they are.
-    with warnings.catch_warnings(), torch.no_grad():
+    with EXPORTING, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch.onnx.export(
             graph.module, tuple(graph.inputs.values()), file, dynamo=False,  # type: ignore[arg-type]
