@@ -204,6 +204,8 @@ def write(graph: Graph, out: Path, folder: Path, options: OnnxOptions, info: Wei
         convert_model_to_external_data(proto, location=f"{name}.data", size_threshold=1024)
         names = [f"{name}.data", name]
     onnx.save(proto, folder / name)
+    if options.external_weights:  # which onnx makes for its user alone to read
+        shutil.copymode(folder / name, folder / names[0])
     try:
         onnx.checker.check_model(folder / name, full_check=True)
     except onnx.checker.ValidationError as error:  # never a user's mistake
