@@ -2,6 +2,7 @@
 
 python benchmarks/serve.py --size 832 --device cuda
 python benchmarks/serve.py --size 160 --model-config tiny --requests 40 --memory-requests 200 --places 4
+python benchmarks/serve.py --size 96 --requests 20 --memory-requests 1 --mixed-requests 3000 --places 8
 
 Clients are threads with a connection each, in a process of their own beside the server's. Each part ends
 after so many requests or --seconds, whichever comes first.
@@ -13,16 +14,19 @@ import argparse
 import http.client
 import io
 import json
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -55,31 +59,40 @@ def main() -> None:
     )
     parser.add_argument("--memory-requests", type=int, default=5000)
     parser.add_argument("--memory-seconds", type=float, default=600.0)
+    parser.add_argument(
+        "--mixed-requests",
+        type=int,
+        default=0,
+        help="and so many of all kinds: other sizes and answers, keys, broken ones, clients that go away",
+    )
     parser.add_argument("--json", type=Path, help="also write the numbers there")
     args = parser.parse_args()
     photos = args.photos or [ASSETS / "astronaut0.jpg", ASSETS / "astronaut1.jpg"]
     images = [path.read_bytes() for path in photos]
     body = form(images)
 
-    direct = direct_calls(args, images)
-    rows = [["direct calls", "", f"{direct:.2f}", "1.00", "", "", ""]]
-    numbers: dict = {"settings": {k: str(v) for k, v in vars(args).items()}, "direct_per_second": direct}
+    direct, cpu = direct_calls(args, images)
+    rows = [["direct calls", "", f"{direct:.2f}", "1.00", "", "", "", f"{cpu:.3f}"]]
+    numbers: dict = {"settings": {k: str(v) for k, v in vars(args).items()}}
+    numbers |= {"direct_per_second": direct, "direct_cpu": cpu}
     with server(args) as running:
         running.drive(body, 1, 3, args.seconds)  # warm
         numbers["load"] = []
         for clients in args.clients:
-            before = running.batches()
+            before = running.work()
             load = running.drive(body, clients, args.requests, args.seconds)
-            count, total = (b - a for a, b in zip(before, running.batches(), strict=True))
+            count, total, cpu = (b - a for a, b in zip(before, running.work(), strict=True))
             good = load.times[200]
             share = load.rate / direct
             row = ["served", str(clients), f"{load.rate:.2f}", f"{share:.2f}", *load.percentiles()]
-            rows.append([*row, f"{total / count:.1f}"])
+            rows.append([*row, f"{total / count:.1f}", f"{cpu / total:.3f}"])
             numbers["load"].append(
                 {"clients": clients, "per_second": load.rate, "of_direct": share, "batch": total / count,
-                 "statuses": load.statuses, "p50": quantile(good, 50), "p95": quantile(good, 95)}
+                 "cpu": cpu / total, "statuses": load.statuses, "p50": quantile(good, 50),
+                 "p95": quantile(good, 95)}
             )  # fmt: skip
-        print(Table("load", ["", "clients", "pairs/s", "of direct", "p50 ms", "p95 ms", "batch"], rows), "\n")
+        columns = ["", "clients", "pairs/s", "of direct", "p50 ms", "p95 ms", "batch", "CPU s/pair"]
+        print(Table("load", columns, rows), "\n")
 
         numbers["memory"] = []
         done, end = 0, time.perf_counter() + args.memory_seconds
@@ -91,14 +104,18 @@ def main() -> None:
         rows = [[str(x["requests"]), f"{x['mib']:.0f}"] for x in numbers["memory"]]
         print(Table("memory of the server", ["requests", "MiB"], rows), "\n")
 
+        if args.mixed_requests:
+            numbers["mixed"] = running.mixed(Mixture(images, args.size), min(4, args.places), args)
+            rows = [[str(x["requests"]), f"{x['mib']:.0f}", x["statuses"]] for x in numbers["mixed"]]
+            print(Table("mixed requests", ["requests", "MiB", "answers so far"], rows), "\n")
+
         clients = 4 * args.places
         with running.asked_after() as health:
             load = running.drive(body, clients, max(args.requests, 2 * clients), args.seconds, patient=True)
         rest = running.drive(body, 1, 3, args.seconds)
-        statuses = ", ".join(f"{count} x {status}" for status, count in sorted(load.statuses.items()))
         rows = [
             ["clients, places", f"{clients}, {args.places}"],
-            ["answers", statuses],
+            ["answers", told(load.statuses)],
             ["pairs/s", f"{load.rate:.2f}"],
             ["p50, p95 ms of 200", ", ".join(load.percentiles())],
             ["p95 ms of 503", f"{1000 * quantile(load.times[503], 95):.0f}" if load.times[503] else ""],
@@ -114,8 +131,9 @@ def main() -> None:
         args.json.write_text(json.dumps(numbers, indent=2), encoding="utf-8")
 
 
-def direct_calls(args: argparse.Namespace, images: list[bytes]) -> float:
-    """Pairs a second of `Matcher.match`, from the bytes of the files, as the server gets them."""
+def direct_calls(args: argparse.Namespace, images: list[bytes]) -> tuple[float, float]:
+    """Of `Matcher.match`, from the bytes of the files, as the server gets them: pairs a second, and seconds
+    of the CPU for a pair, which mean more where others use the machine, too."""
     config = None if args.model_config is None else load_model_config(args.model_config)
     matcher = Matcher(device=args.device, precision=args.precision, size=args.size, config=config)
 
@@ -123,18 +141,67 @@ def direct_calls(args: argparse.Namespace, images: list[bytes]) -> float:
         matcher.match(*(PIL.Image.open(io.BytesIO(image)) for image in images))
 
     match()
-    start, done = time.perf_counter(), 0
+    start, cpu, done = time.perf_counter(), time.process_time(), 0
     while done < args.requests and time.perf_counter() < start + args.seconds:
         match()
         done += 1
-    seconds = time.perf_counter() - start
-    return done / seconds
+    return done / (time.perf_counter() - start), (time.process_time() - cpu) / done
 
 
-def form(images: list[bytes]) -> bytes:
-    head = '--{}\r\nContent-Disposition: form-data; name="image{}"; filename="a"\r\n\r\n'
-    parts = [head.format(BOUNDARY, n).encode() + image + b"\r\n" for n, image in enumerate(images)]
+def form(images: list[bytes], **options: str) -> bytes:
+    return fields({f"image{n}": image for n, image in enumerate(images)} | options)
+
+
+def fields(values: dict[str, bytes | str]) -> bytes:
+    """Bytes are files, texts are options."""
+    parts = []
+    for name, value in values.items():
+        head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"'
+        head += '; filename="a"\r\n\r\n' if isinstance(value, bytes) else "\r\n\r\n"
+        parts.append(head.encode() + (value if isinstance(value, bytes) else value.encode()) + b"\r\n")
     return b"".join(parts) + f"--{BOUNDARY}--\r\n".encode()
+
+
+def told(statuses: Counter) -> str:
+    return ", ".join(f"{count} x {status}" for status, count in sorted(statuses.items()))
+
+
+class Mixture:
+    """Requests of all kinds, the same ones in each run: half of them pairs of many sizes and shapes that
+    want any kind of answer, the rest features to be kept, broken ones, and clients that do not wait."""
+
+    def __init__(self, images: list[bytes], size: int):
+        self.random, self.keys = random.Random(0), [""]
+        photos = [PIL.Image.open(io.BytesIO(image)).convert("RGB") for image in images]
+        side = partial(self.random.randint, 32, size)
+        kinds = ["JPEG", "PNG", "WEBP", "TIFF"] * 8
+        self.photos = [[encoded(photo, side(), side(), kind) for kind in kinds] for photo in photos]
+
+    def next(self) -> tuple[str, bytes, str, bool]:
+        """The address, the body, what is accepted, and whether the answer is waited for."""
+        draw = self.random
+        pair = [draw.choice(some) for some in self.photos]
+        accept = draw.choice(["application/json", "application/x-npz", "image/png"])
+        options = {"geometry": draw.choice(["homography", "both"]), "details": "true"}
+        options = options if draw.random() < 0.3 else {}
+        what = draw.random()
+        if what < 0.5:
+            return "/v1/match", form(pair, **options), accept, True
+        if what < 0.6:
+            return "/v1/features", fields({"image": pair[0]}), "*/*", True
+        if what < 0.65:
+            return "/v1/match", fields({"key0": draw.choice(self.keys), "image1": pair[1]}), accept, True
+        if what < 0.85:
+            broken = draw.choice([b"", b"no image" * 99, pair[0][: len(pair[0]) // 2], bytes(2**20)])
+            wrong = draw.choice([{}, {"threshold": "7"}, {"size": "none"}, {"colour": "red"}])
+            return "/v1/match", form([broken, pair[1]], **wrong), accept, True
+        return "/v1/match", form(pair), accept, False
+
+
+def encoded(photo: PIL.Image.Image, width: int, height: int, kind: str) -> bytes:
+    file = io.BytesIO()
+    photo.resize((width, height)).save(file, kind)
+    return file.getvalue()
 
 
 def quantile(seconds: list[float], percent: float) -> float:
@@ -172,8 +239,10 @@ class Running:
     def memory(self) -> float:
         return self.metric("process_resident_memory_bytes") / 2**20
 
-    def batches(self) -> tuple[float, float]:
-        return self.metric("prism_batch_requests_count"), self.metric("prism_batch_requests_sum")
+    def work(self) -> list[float]:
+        """So far: batches, requests in them, and the CPU's seconds."""
+        names = ("prism_batch_requests_count", "prism_batch_requests_sum", "process_cpu_seconds_total")
+        return [self.metric(name) for name in names]
 
     def drive(
         self, body: bytes, clients: int, requests: int, seconds: float, *, patient: bool = False
@@ -208,13 +277,45 @@ class Running:
                     time.sleep(0.2)
             connection.close()
 
-        threads = [threading.Thread(target=client) for _ in range(clients)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(client, clients)
         load.seconds = time.perf_counter() - start
         return load
+
+    def mixed(self, mixture: Mixture, clients: int, args: argparse.Namespace) -> list[dict]:
+        """The memory, and the answers up to then, ten times on the way."""
+        statuses: Counter = Counter()
+        lock, steps, end = threading.Lock(), [], time.perf_counter() + args.memory_seconds
+        left = iter(range(args.mixed_requests))
+
+        def client() -> None:
+            connection = http.client.HTTPConnection(self.address, timeout=600)
+            while True:
+                with lock:
+                    if (number := next(left, None)) is None or time.perf_counter() > end:
+                        break
+                    address, body, accept, waits = mixture.next()
+                headers = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}", "Accept": accept}
+                status, text = "gone", b""
+                connection.request("POST", address, body, headers)
+                if waits:
+                    answer = connection.getresponse()
+                    status, text = str(answer.status), answer.read()
+                else:
+                    time.sleep(0.05)
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+                    connection.close()
+                with lock:
+                    statuses[status] += 1
+                    if status == "201":
+                        mixture.keys = [*mixture.keys[-20:], json.loads(text)["key"]]
+                    if (number + 1) % max(1, args.mixed_requests // 10) == 0:
+                        steps.append(
+                            {"requests": number + 1, "mib": self.memory(), "statuses": told(statuses)}
+                        )
+            connection.close()
+
+        together(client, clients)
+        return steps
 
     @contextmanager
     def asked_after(self) -> Iterator[list[float]]:
@@ -232,6 +333,14 @@ class Running:
         thread.start()
         yield times
         over.set()
+        thread.join()
+
+
+def together(client: Callable[[], None], clients: int) -> None:
+    threads = [threading.Thread(target=client) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
         thread.join()
 
 

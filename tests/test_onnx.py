@@ -284,7 +284,9 @@ def test_weights_beside_the_file(weights: Path, exported: Path, tmp_path: Path) 
     files = export_onnx(out, weights, OnnxOptions(external_weights=True, polish=False))
     assert sorted(f.name for f in out.parent.iterdir()) == ["prism.onnx", "prism.onnx.data"]
     assert sorted(files) == sorted(out.parent.iterdir())
-    assert (out.parent / "prism.onnx.data").stat().st_size > 2**17
+    beside = (out.parent / "prism.onnx.data").stat()
+    assert beside.st_size > 2**17
+    assert beside.st_mode == out.stat().st_mode  # onnx would let nobody but its user read it
     images = photos((64, 96), (96, 64))
     for x, y in zip(run(out, images), run(exported, images), strict=True):
         np.testing.assert_array_equal(x, y)

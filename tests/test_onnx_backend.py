@@ -23,6 +23,7 @@ from prism_match.config import PRESETS
 from prism_match.engine import MatcherSettings, Prism
 from prism_match.evaluation.speed import SpeedOptions, measure
 from prism_match.export.onnx import backend
+from prism_match.model.prism import PRISM
 from prism_match.runtime import import_onnxruntime, open_session
 
 pytest.importorskip("onnx")
@@ -191,6 +192,19 @@ def test_what_it_cannot_do_is_told(monkeypatch: pytest.MonkeyPatch, cache: Path)
         assert Matcher(**({"config": tiny} | OPTIONS | options), backend="auto").backend == "torch"
 
 
+def test_a_runtime_that_cannot_be_loaded_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
+) -> None:
+    """As one that was built for another system."""
+    (tmp_path / "onnxruntime.py").write_text("raise ImportError('libsomething.so: cannot open')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "onnxruntime")
+    options = OPTIONS | {"config": PRESETS["tiny"]}
+    with pytest.raises(UserError, match=r"^backend onnx cannot be used: .*cannot be loaded \(libsomething"):
+        Matcher(backend="onnx", **options)
+    assert Matcher(backend="auto", **options).backend == "torch"
+
+
 def test_it_is_part_of_what_a_matcher_is(by_onnx: Matcher, by_torch: Matcher) -> None:
     settings = [MatcherSettings.of(m, "cpu") for m in (by_onnx, by_torch)]
     assert [MatcherSettings.from_json(s.to_json()).backend for s in settings] == ["onnx", "torch"]
@@ -267,6 +281,23 @@ def test_a_cache_that_cannot_be_written(
     assert load(by_onnx) == GRAPHS and "are not kept" in caplog.text
 
 
+def test_a_cache_that_cannot_be_looked_into(
+    by_onnx: Matcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the folder of another user; root may look into any, but nobody into one with such a name."""
+    monkeypatch.setattr(backend, "make_graphs", lambda _: GRAPHS)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("x" * 300)))
+    assert load(by_onnx) == GRAPHS and "are not kept" in caplog.text
+    caplog.clear()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert load(by_onnx) == GRAPHS and "are not kept" in caplog.text
+
+
 def test_few_are_kept(tmp_path: Path) -> None:
     for n in range(backend.KEPT + 2):
         path = tmp_path / f"{n}.safetensors"
@@ -284,6 +315,27 @@ def test_several_write_and_read_at_once(kept: backend.Kept, by_onnx: Matcher) ->
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(again, range(40)))
     assert [p.name for p in kept.path.parent.iterdir()] == [kept.path.name]
+
+
+def test_threads_that_need_the_same_graphs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exporter of PyTorch knows only one at a time."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = PRESETS["tiny"].replace(theta_c=0.0)
+    weights = save(PRISM(config), tmp_path / "tiny.safetensors")
+    making = []
+    monkeypatch.setattr(
+        backend, "make_graphs", lambda model, f=backend.make_graphs: making.append(1) or f(model)
+    )
+    pair = images((64, 96), (96, 64))
+
+    def matched(_: int) -> np.ndarray:
+        return Matcher(weights, backend="onnx", **OPTIONS).match(*pair).keypoints1
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(matched, range(3)))
+    assert len(making) == 1 and len(found[0]) > 0
+    for points in found:
+        np.testing.assert_allclose(points, Matcher(weights, **OPTIONS).match(*pair).keypoints1, atol=1e-3)
 
 
 @pytest.mark.slow

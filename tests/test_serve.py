@@ -34,10 +34,11 @@ from prism_match.config import PRESETS
 from prism_match.model.prism import PRISM
 from prism_match.serve import ServeSettings, check_installed
 from prism_match.serve.answers import JSON, NPZ, PNG, chosen
-from prism_match.serve.app import create_app
+from prism_match.serve.app import Service, create_app
 from prism_match.serve.batches import ModelThread
 from prism_match.serve.pages import STATIC
 from prism_match.serve.refusal import Refused
+from prism_match.serve.requests import Sent
 from prism_match.serve.run import make_server
 from prism_match.serve.settings import listen
 from prism_match.weights.store import export_weights
@@ -559,12 +560,38 @@ def test_a_client_that_goes_away_frees_its_place(server: Running, held: Held) ->
         wait_for(lambda: service.model.waiting() == 1)
         leaving.close()
         wait_for(lambda: service.taken == 1)
+        # Its photos do not wait for the model either: many who come and go would fill the memory.
+        assert service.model.waiting() == 0
         done = batches()
         held.go.set()
         assert first.result().status_code == 200
-    wait_for(lambda: service.model.waiting() == 0)
     assert server.match(photo(0), photo(1)).status_code == 200
     wait_for(lambda: batches() == done + 2)  # the two who stayed, and not the one who left
+
+
+def test_a_client_that_goes_away_leaves_nothing_to_be_decoded(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it sent is not held while all threads are busy with the photos of others."""
+    service, sent, go = server.service, [], threading.Event()
+    of = Service.match
+
+    def seen(self: Service, what: Sent, *rest: Any) -> Any:
+        sent.append(what)
+        return of(self, what, *rest)
+
+    monkeypatch.setattr(Service, "match", seen)
+    for _ in range(service.settings.decoders):
+        service.pool.submit(go.wait, 20)
+    try:
+        leaving = connect(server, form(photo(2), photo(3)))
+        wait_for(lambda: sent)
+        assert len(sent[0].files) == 2
+        leaving.close()
+        wait_for(lambda: service.taken == 0)
+        assert not sent[0].files
+    finally:
+        go.set()
 
 
 def test_a_truncated_upload_frees_its_place(server: Running) -> None:

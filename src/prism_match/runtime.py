@@ -17,8 +17,11 @@ def import_onnxruntime() -> Any:
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise UserError(f"onnxruntime is missing: {INSTALL}") from error
+    except ImportError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"onnxruntime cannot be loaded ({reason}): {INSTALL}") from error
     return onnxruntime
 
 

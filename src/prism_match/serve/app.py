@@ -152,7 +152,10 @@ class Service:
                 except asyncio.TimeoutError as error:
                     raise Refused(408, f"the request did not arrive within {limit:g} seconds") from error
                 uploaded = time.perf_counter() - start
-                response = await attended(request, work(sent, uploaded), limit - uploaded, limit)
+                try:
+                    response = await attended(request, work(sent, uploaded), limit - uploaded, limit)
+                finally:
+                    sent.files.clear()  # what waits to be decoded for someone who is gone still knows them
         except Refused as refused:
             response = refuse(refused)
         except Gone:
@@ -189,7 +192,7 @@ class Service:
         sides = await asyncio.gather(
             *(self._side(n, sent, options, manner, small) for n in (0, 1)), return_exceptions=True
         )
-        sent.files.clear()
+        sent.files.clear()  # before the model is waited for
         for side in sides:
             if isinstance(side, BaseException):
                 raise side
@@ -218,26 +221,27 @@ class Service:
         self, n: int, sent: Sent, options: MatchOptions, manner: Manner, picture: bool
     ) -> tuple[Prepared | ImageFeatures, Any]:
         """Image n as the model takes it, and as small as a picture needs it."""
-        key, mask = getattr(options, f"key{n}"), sent.files.get(f"mask{n}")
+        key = getattr(options, f"key{n}")
         if key is not None:
             kept = self.kept.get(key, f"key{n}")
             features = kept.features
-            if mask is not None:
-                features = await self.in_thread(self._masked, features, mask, n)
+            if f"mask{n}" in sent.files:
+                features = await self.in_thread(self._masked, features, sent, n)
             return features, kept.thumbnail
         matcher = self.matcher.adjusted(polish=manner.polish)
-        data = sent.files[f"image{n}"]
 
         def prepare() -> tuple[Prepared, Any]:
-            image = self._read(data, f"image{n}")
-            prepared = matcher.prepare(image, options.size)
-            if mask is not None:
-                prepared = self._masked(prepared, mask, n)
+            image = self._read(sent.files[f"image{n}"], f"image{n}")
+            prepared = self._masked(matcher.prepare(image, options.size), sent, n)
             return prepared, thumbnail(image.rgb) if picture else None
 
         return await self.in_thread(prepare)
 
-    def _masked(self, image: Any, mask: bytes, n: int) -> Any:
+    def _masked(self, image: Any, sent: Sent, n: int) -> Any:
+        """By the mask that was sent for it, if one was."""
+        mask = sent.files.get(f"mask{n}")
+        if mask is None:
+            return image
         try:
             return image.masked(self._read(mask, f"mask{n}"))
         except UserError as error:

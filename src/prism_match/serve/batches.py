@@ -85,7 +85,15 @@ class ModelThread:
                 raise Refused(503, "the server is shutting down", Retry_After="5")
             self._jobs.append(job)
             self._changed.notify()
+        job.future.add_done_callback(self._forget)
         return job.future
+
+    def _forget(self, future: Future[Done]) -> None:
+        """Photos that nobody waits for any more go at once: those who come and go while the model is busy
+        could fill the memory with them."""
+        if future.cancelled():
+            with self._changed:
+                self._jobs = deque(job for job in self._jobs if job.future is not future)
 
     def waiting(self) -> int:
         return len(self._jobs)

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from prism_match import __version__
 from prism_match.errors import UserError
 from prism_match.export.onnx.graphs import MPMs
-from prism_match.export.onnx.write import Graph, example, traced
-from prism_match.files import atomic_path, short_hash
+from prism_match.export.onnx.write import EXPORTING, Graph, example, traced
+from prism_match.files import atomic_path, is_file, short_hash
 from prism_match.model.fast import FastPRISM, fused, is_supported
 from prism_match.model.matching import away_from_border
 from prism_match.model.mpm import LayerState
 from prism_match.model.packing import Layout, spared
 from prism_match.model.prism import PRISM, Features
 from prism_match.model.winograd import is_worth_it
-from prism_match.runtime import INSTALL, open_session
+from prism_match.runtime import INSTALL, import_onnxruntime, open_session
 from prism_match.weights import WeightsInfo
 from prism_match.weights.store import write_tensors
 
@@ -51,6 +51,10 @@ def why_not(info: WeightsInfo, device: torch.device, dtype: torch.dtype) -> str 
         return "has no form of this ablation (linear attention, cosine, ...)"
     if missing := [name for name in PACKAGES if not is_installed(name)]:
         return f"needs {' and '.join(missing)}: {INSTALL}"
+    try:
+        import_onnxruntime()
+    except UserError as error:  # it is there, and of no use: built for another system, or for another numpy
+        return f"cannot be used: {error}"
     return None
 
 
@@ -178,7 +182,7 @@ class Kept:
 
     def read(self) -> dict[str, bytes] | None:
         """None: it is not there, or damaged, or another's."""
-        if not self.path.exists():
+        if not is_file(self.path):
             return None
         try:
             with safe_open(self.path, "pt") as file:
@@ -202,21 +206,25 @@ class Kept:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_path(self.path) as temporary:
                 write_tensors(temporary, tensors, {"key": self.key, "sha256": digest(graphs)})
+        except (OSError, UserError) as error:
+            log.warning("the graphs for onnxruntime are not kept: %s", error)
+        with suppress(OSError):  # others may do the same at the same time
             there = self.path.parent.glob("[!.]*.safetensors")  # not what others are writing
             for old in sorted(there, key=lambda p: p.stat().st_mtime)[:-KEPT]:
                 old.unlink(missing_ok=True)
-        except (OSError, UserError) as error:
-            log.warning("the graphs for onnxruntime are not kept: %s", error)
 
 
 def load_graphs(model: PRISM, info: WeightsInfo) -> dict[str, bytes]:
     kept = kept_file(info)
-    graphs = None if kept is None else kept.read()
-    if graphs is None:
-        log.warning("the model is traced for onnxruntime; this takes seconds, and is done once")
-        graphs = make_graphs(model)
-        if kept is not None:
-            kept.write(graphs)
+    with EXPORTING:  # whoever waits for another finds what that one has kept
+        graphs = None if kept is None else kept.read()
+        if graphs is None:
+            log.warning("the model is traced for onnxruntime; this takes seconds, and is done once")
+            graphs = make_graphs(model)
+            if kept is not None:
+                kept.write(graphs)
+            else:
+                log.warning("the graphs for onnxruntime are not kept: there is no home folder")
     return graphs
 
 

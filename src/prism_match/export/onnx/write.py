@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import threading
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ STATIC_MATCHES = 2048  # rows of a file of fixed size, the surest first
 LARGEST_STATIC = 4096  # pixels a side
 ASSETS = Path(__file__).parents[2] / "assets"
 MATCHES = ("keypoints0", "keypoints1", "scores")
+# PyTorch's exporter has one state for all threads: two at a time fail, or give a graph of something else.
+EXPORTING = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,8 @@ def write(graph: Graph, out: Path, folder: Path, options: OnnxOptions, info: Wei
         convert_model_to_external_data(proto, location=f"{name}.data", size_threshold=1024)
         names = [f"{name}.data", name]
     onnx.save(proto, folder / name)
+    if options.external_weights:  # which onnx makes for its user alone to read
+        shutil.copymode(folder / name, folder / names[0])
     try:
         onnx.checker.check_model(folder / name, full_check=True)
     except onnx.checker.ValidationError as error:  # never a user's mistake
@@ -216,7 +221,7 @@ def traced(graph: Graph) -> Any:
     graph.module.eval()
     file = io.BytesIO()
     # Warnings tell that numbers such as channels become constants, which they are.
-    with warnings.catch_warnings(), torch.no_grad():
+    with EXPORTING, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch.onnx.export(
             graph.module, tuple(graph.inputs.values()), file, dynamo=False,  # type: ignore[arg-type]

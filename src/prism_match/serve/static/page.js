@@ -169,7 +169,7 @@ function arrived(found, asked, pair, seconds) {
   const number = found.scores.length;
   say(number
     ? `${number.toLocaleString("en")} ${number === 1 ? "match" : "matches"} in ${seconds.toFixed(seconds < 10 ? 2 : 1)} s.`
-    : "No matches: perhaps the photos show nothing in common. A larger size may help, or rotation “try all four”.");
+    : "No matches: perhaps the photos show nothing in common. A larger size may help, or rotation “all four”.");
   if (matchMedia(NARROW).matches) {
     $("time").open = false;
     $("stage").scrollIntoView({ block: "nearest" });
