@@ -24,10 +24,10 @@ Mapper = Literal["incremental", "global"]
 Projection = Literal["auto", "plane", "cylindrical", "spherical"]  # of a panorama
 AlignModel = Literal["similarity", "homography", "warp"]  # from one picture to another, the simplest first
 
-# Of a model; several times what anyone has trained.
-# Photos that show the same place with less probability are taken to show another one: a pair too many may make
-# one map of two places, one of many that is missing is not missed.
+# Photos that show the same place with less probability are taken to show another one: a pair too many may
+# make one map of two places, one of many that is missing is not missed.
 UNLIKELY = 0.2
+# Of a model; several times what anyone has trained.
 WIDEST = 4096  # channels
 MOST_LAYERS = 64
 WIDEST_WINDOW = 31
