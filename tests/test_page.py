@@ -187,6 +187,7 @@ def numbers(text: str) -> list[float]:
 def test_display_options_act_at_once_and_ask_nothing_of_the_server(shown: Page, direct: Matches) -> None:
     total = len(direct)
     assert f"{total} matches in" in shown.get("status").text.replace(",", "")
+    assert numbers(shown.get("status").text.partition("same place: ")[2])[0] > 90
     assert shown.get("most-value").text == f"{min(150, total)} of {total}"
     pictures: set[str] = set()
 

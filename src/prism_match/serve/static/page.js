@@ -167,8 +167,9 @@ function arrived(found, asked, pair, seconds) {
   scene.setResult(result);
   apply();
   const number = found.scores.length;
+  const likely = found.same_place == null ? "" : ` The same place: ${percent(found.same_place)} likely.`;
   say(number
-    ? `${number.toLocaleString("en")} ${number === 1 ? "match" : "matches"} in ${seconds.toFixed(seconds < 10 ? 2 : 1)} s.`
+    ? `${number.toLocaleString("en")} ${number === 1 ? "match" : "matches"} in ${seconds.toFixed(seconds < 10 ? 2 : 1)} s.${likely}`
     : "No matches: perhaps the photos show nothing in common. A larger size may help, or rotation “all four”.");
   if (matchMedia(NARROW).matches) {
     $("time").open = false;
