@@ -70,7 +70,7 @@ def serving(matcher: Matcher, **settings: Any) -> Iterator[Running]:
     running = Running(matcher, ServeSettings(**settings))
     running.thread.start()
     try:
-        wait_for(lambda: running.server.started and running.service.model.ready)
+        wait_for(lambda: running.server.started and running.service.model.ready, 60)
         yield running
     finally:
         running.client.close()
