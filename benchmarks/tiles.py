@@ -1,12 +1,14 @@
 """What tiles bring: right matches and their error, with tiles and in one pass.
 
     python benchmarks/tiles.py generated --side 6000 --seen 0.5 --size 832 --single 1152
+    python benchmarks/tiles.py generated --side 16000 --seen 0.2 --keep FOLDER
+    python benchmarks/tiles.py files FOLDER --size 832 --memory 2
     python benchmarks/tiles.py zoom PHOTO... --zooms 3,4,6,8 --turn 90 --size 832
     python benchmarks/tiles.py posed DATA/strecha --pairs 8 --size 480 --single 480,1024
 
 generated: two parts (--side pixels) of a mosaic of scikit-image's pictures and noise, which overlap by about
 the share --seen of the width and height; the second is turned, tilted, darker and noisy. Errors are against
-the homography.
+the homography. files: such a pair from TIFFs, which are read by windows.
 zoom: PHOTO against 1/zoom of itself, of as many pixels each detail, warped by a homography, darker and
 with noise, turned by --turn degrees. posed: pairs of calibrated photos; distances to the true epipolar lines.
 """
@@ -14,6 +16,7 @@ with noise, turned by --turn degrees. posed: pairs of calibrated photos; distanc
 from __future__ import annotations
 
 import json
+import resource
 import time
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -148,6 +151,7 @@ def generated(
     seeds: int = 1,
     threads: Threads = 2,
     out: Out = None,
+    keep: Annotated[Optional[Path], typer.Option(help="Folder for the first pair, for `files`.")] = None,
 ) -> None:
     rows = []
     for seed in range(seeds):
@@ -155,8 +159,36 @@ def generated(
         image0 = np.ascontiguousarray(larger[:side, :side])
         centre = (side * (1.5 - seen), side * (1.5 - seen))
         image1, truth = seen_again(larger, (side, side), centre, 12, 0.95, seed)
+        if keep is not None:
+            keep_pair(keep, image0, image1, truth)
+            return
         facts = {"side": side, "seen": seen, "seed": seed}
         rows += compare(image0, image1, ways(size, numbers(single), threads), against(truth), facts)
+    write(rows, out)
+
+
+def keep_pair(folder: Path, image0: np.ndarray, image1: np.ndarray, truth: np.ndarray) -> None:
+    import rasterio
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, image in (("0.tif", image0), ("1.tif", image1)):
+        shape = {"height": image.shape[0], "width": image.shape[1], "count": 1, "dtype": "uint8"}
+        with rasterio.open(folder / name, "w", driver="GTiff", tiled=True, **shape) as file:
+            file.write(image, 1)
+    np.savetxt(folder / "truth.txt", truth)
+
+
+@app.command()
+def files(folder: Path, size: Size = 832, memory: float = 2.0, threads: Threads = 2, out: Out = None) -> None:
+    """A pair that `generated --keep` has written, read by windows, and what the process took of memory."""
+    torch.set_num_threads(threads)
+    matcher = Matcher(size=size, tiles="auto", tile_memory=memory)
+    errors = against(np.loadtxt(folder / "truth.txt"))
+    rows = compare(
+        folder / "0.tif", folder / "1.tif", {"tiles": matcher}, errors, {"memory": memory, "size": size}
+    )
+    rows[0]["GiB at most"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+    print(f"at most {rows[0]['GiB at most']} GiB")
     write(rows, out)
 
 

@@ -107,7 +107,8 @@ def in_thread(work) -> tuple[threading.Thread, list]:
 
 def test_workers_give_the_bits_of_one_process(tmp_path, nodes):
     photos = write_photos(tmp_path / "photos", 4)
-    settings = MatcherSettings(config=PRESETS["tiny"].replace(theta_c=0.0).to_dict(), size=96, rotate="never")
+    config = PRESETS["tiny"].replace(theta_c=0.0).to_dict()
+    settings = MatcherSettings(config=config, size=96, rotate="never", precision="fp32")
     engine = Engine(Prism(settings.open()), Resize.largest(96))
     job = Job("prism", settings.to_json(), engine.resizing, engine.settings, str(photos), threads=1)
     nodes.add_node(**SMALL | {"num_cpus": 2})

@@ -42,10 +42,11 @@ def test_what_the_pages_link_to_is_there(page):
 
 
 def test_the_file_of_all_settings_has_all_of_them(tmp_path):
-    (text,) = blocks(ROOT / "docs" / "training.md", "toml")
+    text, *others = blocks(ROOT / "docs" / "training.md", "toml")
     file = tmp_path / "run.toml"
-    file.write_text(text)
-    load_train_config(file)
+    for settings_of_a_run in (text, *others):
+        file.write_text(settings_of_a_run)
+        load_train_config(file)
     values = parse_toml(text)
     settings = TrainConfig().to_dict()
     assert set(settings) - set(values) == {"steps"}  # which the comment beside `minutes` names

@@ -170,7 +170,7 @@ def _in_memory(source: ImageLike) -> InMemory:
 
 
 def _open_large(source: ImageLike, most_bytes: int) -> OnDisk | None:
-    """None: small enough, or not a file that GDAL reads as Pillow does."""
+    """None: small enough, for Pillow too, or not a file that GDAL reads as Pillow does."""
     if not isinstance(source, (str, os.PathLike)) or find_spec("rasterio") is None:
         return None
     path = Path(source)
@@ -195,13 +195,11 @@ def _open_large(source: ImageLike, most_bytes: int) -> OnDisk | None:
             dataset = rasterio.open(path, driver=driver)
         except rasterio.errors.RasterioError:
             return None
+    pixels = dataset.width * dataset.height
     bytes_each = np.dtype(dataset.dtypes[0]).itemsize * min(dataset.count, 3)
+    is_small = pixels * bytes_each <= most_bytes and pixels <= 2 * (PIL.Image.MAX_IMAGE_PIXELS or pixels)
     palette = rasterio.enums.ColorInterp.palette in dataset.colorinterp
-    if (
-        dataset.width * dataset.height * bytes_each <= most_bytes
-        or palette
-        or dataset.dtypes[0] not in WINDOWED_TYPES
-    ):
+    if is_small or palette or dataset.dtypes[0] not in WINDOWED_TYPES:
         dataset.close()
         return None
     shown = (dataset.width, dataset.height)

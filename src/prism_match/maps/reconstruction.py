@@ -272,12 +272,13 @@ def pairs_of_other_places(
     store: MatchStore, usable: set[Names], least: float, progress: bool
 ) -> list[tuple[str, str, float]]:
     """Pairs whose photos show the same place with less probability than `least`, and that probability. Those
-    of which it is not known are none."""
+    of which it is not known are none, and neither are those that have nothing in common to join them by."""
     found = []
     for pair in tqdm(
         sorted(usable) if least > 0 else [], "same place?", unit="pair", disable=None if progress else True
     ):
-        likely = store[pair].same_place
+        matches = store[pair]
+        likely = matches.same_place if len(matches) else None
         if likely is not None and likely < least:
             found.append((*pair, round(likely, 4)))
     return found
