@@ -484,9 +484,9 @@ def test_a_second_match_cancels_the_first(page: Page, server: Running, held: Hel
     model = server.service.model
     page.get("match").click()  # the first one is with the model, and is not waited for
     wait_for(lambda: model.waiting() == 1 and server.service.taken == 1)
-    second = list(model._jobs)
+    second = model._jobs[0].future
     page.get("match").click()
-    wait_for(lambda: model.waiting() == 1 and server.service.taken == 1 and list(model._jobs) != second)
+    wait_for(lambda: server.service.taken == 1 and [job.future is second for job in model._jobs] == [False])
     page.get("cancel").click()
     wait_for(lambda: server.service.taken == 0 and model.waiting() == 0)
     assert page.finished() == "Cancelled." and not page.error

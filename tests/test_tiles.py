@@ -338,6 +338,18 @@ def test_windows_are_what_whole_reads_are(tmp_path: Path, kind: str) -> None:
         assert a.size == b.size == (70, 50) and np.abs(a.gray - b.gray).mean() < 0.02
 
 
+def test_what_pillow_refuses_to_decode_is_read_by_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever memory there is."""
+    pixels = texture(700, 500)
+    write_tiff(tmp_path / "a.tif", pixels)
+    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 100_000)
+    with open_windows(tmp_path / "a.tif", None, EVERYTHING) as parts:
+        assert isinstance(parts, OnDisk)
+        np.testing.assert_allclose(parts.part(parts.box, 1).gray * 255, pixels, atol=1e-3)
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_windows_are_upright(tmp_path: Path, orientation: int) -> None:
     pytest.importorskip("rasterio")
