@@ -42,15 +42,16 @@ def test_what_the_pages_link_to_is_there(page):
 
 
 def test_the_file_of_all_settings_has_all_of_them(tmp_path):
-    text, *others = blocks(ROOT / "docs" / "training.md", "toml")
+    text, next_run = blocks(ROOT / "docs" / "training.md", "toml")
     file = tmp_path / "run.toml"
-    for settings_of_a_run in (text, *others):
-        file.write_text(settings_of_a_run)
+    for content in (next_run, text):
+        file.write_text(content)
         load_train_config(file)
     values = parse_toml(text)
     settings = TrainConfig().to_dict()
     assert set(settings) - set(values) == {"steps"}  # which the comment beside `minutes` names
     assert set(settings["loss"]) == set(values["loss"])
+    assert set(settings["worlds"]) == set(values["worlds"])
     quick = PRESETS["quick"].to_dict()
     assert values["loss"] == quick["loss"] and values["lr"] == quick["lr"]
 

@@ -24,6 +24,7 @@ from synthetic_matcher import SyntheticMatcher, make_photos, true_matches, write
 from synthetic_scene import K
 from typer.testing import CliRunner
 
+from prism_match import colmap_model
 from prism_match.cameras import Camera
 from prism_match.cli import app
 from prism_match.engine.store import MatchStore
@@ -280,6 +281,25 @@ def test_nothing_but_the_worker_imports_pycolmap():
     code = f"import sys; import {modules}; assert not any('pycolmap' in m for m in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(Path(colmap.__file__).parents[2])}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_a_camera_that_cannot_be_is_taken_out(tmp_path):
+    """A mapper left a negative focal length, and the model could not be read."""
+    code = """
+import sys
+import pycolmap
+from prism_match.maps.colmap_worker import drop_impossible
+options = pycolmap.SyntheticDatasetOptions()
+options.num_rigs, options.num_cameras_per_rig, options.num_frames_per_rig, options.num_points3D = 3, 1, 1, 50
+model = pycolmap.synthesize_dataset(options)
+assert drop_impossible(model) == 0 and model.num_reg_images() == 3
+model.cameras[2].params = [-100.0, *model.cameras[2].params[1:]]
+assert drop_impossible(model) == 1
+model.write_binary(sys.argv[1])
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(colmap.__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)
+    assert len(colmap_model.read_model(tmp_path).views) == 2
 
 
 def test_a_worker_that_dies_is_told_in_a_line(monkeypatch, tmp_path):

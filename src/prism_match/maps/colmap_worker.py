@@ -140,6 +140,9 @@ def reconstruct(
     for n, model in enumerate(ranked):
         if robust is not None:
             settle(model, refine_intrinsics, threads, robust)
+            if drop_impossible(model):  # without what they had made of their points
+                settle(model, refine_intrinsics, threads, robust)
+        drop_impossible(model)
         colour_points(model, colours)
         target = folder / str(n)
         target.mkdir()
@@ -206,6 +209,28 @@ def settle(model: Any, refine: bool, threads: int, error: float) -> None:
     options.print_summary = False
     pycolmap.bundle_adjustment(model, options)
     model.update_point_3d_errors()
+
+
+def drop_impossible(model: Any) -> int:
+    """Takes out images whose cameras cannot be, and says how many. An adjustment that is free to choose a
+    focal length may make a negative one of a photo that few points hold; nobody could read such a model."""
+    import pycolmap
+
+    impossible = set()
+    for number, camera in model.cameras.items():
+        focal = np.array(camera.params)[list(camera.focal_length_idxs())]
+        if not (np.isfinite(camera.params).all() and (focal > 0).all()):
+            impossible.add(number)
+            usual = 1.2 * max(camera.width, camera.height)
+            name = camera.model.name
+            fresh = pycolmap.Camera.create_from_model_name(number, name, usual, camera.width, camera.height)
+            camera.params = list(fresh.params)  # the file holds all cameras, also those of no image
+    frames = {
+        model.images[n].frame_id for n in model.reg_image_ids() if model.images[n].camera_id in impossible
+    }
+    for frame in frames:
+        model.deregister_frame(frame)
+    return len(frames)
 
 
 def with_points(models: dict[int, Any]) -> list[Any]:

@@ -93,7 +93,9 @@ def _make_depth(
         compared = sorted({j for i in wanted for j in (i, *neighbours[i][: config.sources])})
         photos = load_photos(model, image_dir, compared, device)
         raw = _raw_maps(model, photos, neighbours, wanted, depth_dir / ".raw", config)
-        fine = _fine_maps(model, photos, neighbours, raw, depth_dir / ".raw" / "fine", config)
+        fine = {}
+        if config.fine_side:
+            fine = _fine_maps(model, photos, neighbours, raw, depth_dir / ".raw" / "fine", config)
         for i in tqdm(missing, desc="agreement", disable=len(missing) < 2):
             depth = agreeing_depth(model, raw, i, neighbours[i], config)
             if config.fine_side:
@@ -298,7 +300,7 @@ def _fine_maps(
 ) -> dict[int, Tensor]:
     """Of all raw maps; on disk, too."""
     fine: dict[int, Tensor] = {}
-    for i in tqdm(raw if config.fine_side else (), desc="second sweep", disable=len(raw) < 2):
+    for i in tqdm(raw, desc="second sweep", disable=len(raw) < 2):
         path = depth_path(folder, model.views[i].name)
         if not is_file(path):
             swept = refine(model, photos, i, neighbours[i][: config.sources], raw[i], config)
