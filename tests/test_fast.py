@@ -211,12 +211,13 @@ def test_winograds_way_is_a_convolution(at_once: int, slope: float, monkeypatch:
 def wide(monkeypatch: pytest.MonkeyPatch) -> PRISM:
     """A model that is wide enough for it, on whatever machine."""
     monkeypatch.setattr("prism_match.model.fast.is_worth_it", lambda device: True)
+    monkeypatch.setattr("prism_match.model.fast.has_amx", lambda: False)
+    monkeypatch.setattr("prism_match.model.kernels.has_amx", lambda: False)
     return random_model(TINY.replace(stage_dims=(64, 80, 64), coarse_dim=64, fine_dim=64))
 
 
 def test_a_wide_model_takes_winograds_way_and_gives_what_the_plain_one_gives(wide: PRISM) -> None:
     fast = FastPRISM(wide, torch.float32)
-    assert not any(isinstance(x, Winograd) for x in FastPRISM(wide, torch.bfloat16).backbone.modules())
     assert sum(isinstance(x, Winograd) for x in fast.backbone.modules()) == 14  # all but those of a stride
     with torch.inference_mode():
         for size, count in ((64, 96), 1), ((33, 50), 2):
@@ -227,6 +228,16 @@ def test_a_wide_model_takes_winograds_way_and_gives_what_the_plain_one_gives(wid
             expected, found = wide.match(a, a), fast.match(b, b)
             assert len(found.batch) > 5 and torch.equal(expected.keypoints0, found.keypoints0)
             assert_close(expected.keypoints1, found.keypoints1, 1e-3)
+
+
+def test_in_bf16_the_backbone_loses_nothing_but_the_last_rounding(wide: PRISM) -> None:
+    (image,) = images((64, 96))
+    with torch.inference_mode():
+        expected, found = wide.extract(image), FastPRISM(wide, torch.bfloat16).extract(image)
+    for name in ("coarse", "fine"):
+        exact, rounded = getattr(expected, name), getattr(found, name)
+        assert rounded.dtype == torch.bfloat16
+        torch.testing.assert_close(rounded.float(), exact, rtol=2**-8, atol=1e-4)
 
 
 def test_attention_by_rows_is_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ from prism_match.model.kernels import (
     attends_segments,
     convolve,
     feed_forward,
+    has_amx,
     in_pieces,
     rotate,
 )
@@ -99,8 +100,9 @@ class FastPRISM:
     def __init__(self, model: PRISM, dtype: torch.dtype, recorder: Recorder | None = None):
         self.config, self.dtype = model.config, dtype
         self.recorder = recorder or Recorder()
-        self.backbone = fused(model.backbone, dtype)
-        if dtype == torch.float32 and is_worth_it(next(model.parameters()).device):
+        self.seen_in = backbone_dtype(model.backbone, dtype)
+        self.backbone = fused(model.backbone, self.seen_in)
+        if self.seen_in == torch.float32 and is_worth_it(device_of(model.backbone)):
             use_winograd(self.backbone)
         self.mpms = [FastMPM(mpm, dtype) for mpm in model.mpms]  # type: ignore[arg-type]
         self.refinement = FastRefinement(model.refinement, dtype)
@@ -115,8 +117,10 @@ class FastPRISM:
 
     def seen(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What `Features` holds."""
-        gray = to_gray(image).to(self.dtype)
+        gray = to_gray(image).to(self.seen_in)
         coarse, fine = (x.permute(0, 2, 3, 1) for x in self.backbone(gray))
+        if self.seen_in != self.dtype:
+            coarse, fine = coarse.to(self.dtype), fine.to(self.dtype)
         rows, columns = (-(-n // STRIDE) * STRIDE // CELL for n in gray.shape[-2:])
         valid = torch.zeros((len(gray), rows, columns), dtype=torch.bool, device=gray.device)
         valid[:, : coarse.shape[1], : coarse.shape[2]] = True
@@ -432,6 +436,16 @@ def fused(backbone: ResNetFPN, dtype: torch.dtype) -> ResNetFPN:
                 if isinstance(child, kind):
                     setattr(parent, name, make(child))
     return backbone.to(dtype=dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def backbone_dtype(backbone: ResNetFPN, dtype: torch.dtype) -> torch.dtype:
+    """What the backbone of a model of that precision computes in: on a CPU, float32 by `winograd.py` takes
+    less time than bf16 without it, unless the CPU has AMX."""
+    return torch.float32 if is_worth_it(device_of(backbone)) and not has_amx() else dtype
+
+
+def device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
 
 
 def one_convolution(layer: ConvNorm) -> nn.Module:
