@@ -87,6 +87,17 @@ def test_matches_and_details_of_any_sizes(sizes: Any, by_torch: Matcher, by_onnx
         assert (np.abs(x - y) > 1e-3).mean() < 0.01
 
 
+def test_the_backbone_is_run_too_where_pytorchs_is_no_faster(
+    weights: Path, cache: Path, by_torch: Matcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "is_worth_it", lambda device: False)
+    monkeypatch.setattr("prism_match.matcher.is_quick_in_bf16", lambda: True)  # it is fp32 all the same
+    matcher = Matcher(weights, backend="onnx", **OPTIONS)
+    assert isinstance(matcher.model.backbone, backend.SessionBackbone)
+    pair = images((65, 100), (100, 131))
+    assert_same(matcher.match(*pair), by_torch.match(*pair))
+
+
 def test_masks_batches_and_features(by_torch: Matcher, by_onnx: Matcher) -> None:
     a, b, c = images((64, 96), (64, 96), (64, 96))
     mask = np.zeros(a.shape, bool)
