@@ -481,11 +481,13 @@ def test_a_second_match_cancels_the_first(page: Page, server: Running, held: Hel
     page.get("match").click()
     wait_for(held.busy.is_set)
     page.get("match").click()  # the first one is with the model, and is not waited for
-    wait_for(lambda: server.service.model.waiting() == 1 and server.service.taken == 1)
-    page.get("match").click()
-    wait_for(lambda: server.service.model.waiting() == 2 and server.service.taken == 1)
+    model = server.service.model
+    wait_for(lambda: model.waiting() == 1 and server.service.taken == 1)
+    second = list(model._jobs)
+    page.get("match").click()  # and takes the place of the second
+    wait_for(lambda: model.waiting() == 1 and model._jobs[0] is not second[0] and server.service.taken == 1)
     page.get("cancel").click()
-    wait_for(lambda: server.service.taken == 0)
+    wait_for(lambda: server.service.taken == 0 and model.waiting() == 0)
     assert page.finished() == "Cancelled." and not page.error
     page.get("match").click()
     held.go.set()
