@@ -481,12 +481,12 @@ def test_a_second_match_cancels_the_first(page: Page, server: Running, held: Hel
     page.open().choose(*files)
     page.get("match").click()
     wait_for(held.busy.is_set)
-    model = server.service.model
     page.get("match").click()  # the first one is with the model, and is not waited for
+    model = server.service.model
     wait_for(lambda: model.waiting() == 1 and server.service.taken == 1)
-    second = model._jobs[0].future
-    page.get("match").click()
-    wait_for(lambda: server.service.taken == 1 and [job.future is second for job in model._jobs] == [False])
+    second = list(model._jobs)
+    page.get("match").click()  # and takes the place of the second
+    wait_for(lambda: model.waiting() == 1 and model._jobs[0] is not second[0] and server.service.taken == 1)
     page.get("cancel").click()
     wait_for(lambda: server.service.taken == 0 and model.waiting() == 0)
     assert page.finished() == "Cancelled." and not page.error
