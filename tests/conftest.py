@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from prism_match import matcher
 from prism_match.config import PRESETS
 from prism_match.model.prism import PRISM
 
@@ -16,7 +15,6 @@ from prism_match.model.prism import PRISM
 # machine many times as long.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
-matcher.is_quick_in_bf16 = lambda: False  # what tests compare is the same on every machine
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # for tests that import onnxruntime themselves
 
 SHARED = Path(__file__).parents[2] / "shared"

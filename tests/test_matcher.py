@@ -363,29 +363,6 @@ def test_a_precision_that_a_cpu_is_slow_in_is_told(
         assert len(caplog.records) == told
 
 
-def test_a_cpu_takes_bf16_only_where_it_is_known_to_be_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        matcher_module, "is_quick_in_bf16", lambda: matcher_module.has_instructions("bf16") is True
-    )
-    cpu, names = torch.device("cpu"), ("avx512_bf16", "amx_tile")
-    for machine, known, expected in (
-        ("x86_64", (True, False), torch.bfloat16),
-        ("AMD64", (False, True), torch.bfloat16),
-        ("x86_64", (False, False), torch.float32),
-        ("x86_64", (None, None), torch.float32),  # a PyTorch that cannot be asked
-        ("aarch64", (True, True), torch.float32),
-    ):
-        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
-        for name, has in zip(names, known, strict=True):
-            monkeypatch.setattr(
-                torch.cpu,
-                f"_is_{name}_supported",
-                None if has is None else lambda has=has: has,
-                raising=False,
-            )
-        assert matcher_module.find_dtype("auto", cpu) == expected
-
-
 def test_black_images_and_strangers_are_no_error(matcher: Matcher) -> None:
     strict = Matcher(config=TINY, device="cpu", threshold=0.5)
     black = np.zeros((64, 64), np.uint8)

@@ -91,7 +91,6 @@ def test_the_backbone_is_run_too_where_pytorchs_is_no_faster(
     weights: Path, cache: Path, by_torch: Matcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend, "is_worth_it", lambda device: False)
-    monkeypatch.setattr("prism_match.matcher.is_quick_in_bf16", lambda: True)  # it is fp32 all the same
     matcher = Matcher(weights, backend="onnx", **OPTIONS)
     assert isinstance(matcher.model.backbone, backend.SessionBackbone)
     pair = images((65, 100), (100, 131))

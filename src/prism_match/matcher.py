@@ -75,7 +75,7 @@ class PairMatcher:
     ):
         """weights: a .safetensors file, or `hf:OWNER/REPO[@REVISION][:FILE]` for one on the Hugging Face Hub;
         None: those that ship in the package.
-        precision: "auto" is bf16 on a GPU, or a CPU, that computes in it, and fp32 elsewhere.
+        precision: "auto" is bf16 on a GPU that has it and fp32 elsewhere.
         backend: what runs the model; "onnx": on a CPU in fp32 onnxruntime, which is faster there, of graphs
         that are made once and kept (docs/onnx.md); "auto": that wherever it can, and PyTorch elsewhere. Its
         matches are PyTorch's but for ties and rounding.
@@ -99,8 +99,6 @@ class PairMatcher:
         self.rotate, self.polish = rotate, polish
         self.tiles, self.tile_memory = tiles, tile_memory
         self.device = find_device(device)
-        if (backend, precision) == ("onnx", "auto"):
-            precision = "fp32"  # it has no other
         self.dtype = find_dtype(precision, self.device)
         self.size, self.threshold, self.max_matches = size, threshold, max_matches
         self.info = weights_info(weights, config)
@@ -637,9 +635,7 @@ def warn_of_metal() -> None:
 
 def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     if precision == "auto":
-        on_gpu = device.type == "cuda"
-        quick = torch.cuda.is_bf16_supported() if on_gpu else device.type == "cpu" and is_quick_in_bf16()
-        return torch.bfloat16 if quick else torch.float32
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     if precision not in DTYPES:
         raise UserError(f"precision must be auto, fp32, bf16 or fp16, not {precision!r}")
     if device.type == "cpu" and has_instructions(precision) is False:
@@ -672,11 +668,6 @@ def has_instructions(precision: Precision) -> bool | None:
         return None
     known = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
     return None if None in known else any(ask() for ask in known if ask is not None)
-
-
-def is_quick_in_bf16() -> bool:
-    """Whether a CPU is known to be faster in bf16 than in fp32."""
-    return has_instructions("bf16") is True
 
 
 def match(image0: ImageLike, image1: ImageLike, **options: Any) -> Matches:
