@@ -26,7 +26,7 @@ from prism_match.config import UNLIKELY
 from prism_match.files import short_hash
 from prism_match.images import load_image
 from prism_match.maps.retrieval import describe_files
-from prism_match.places import ITERATIONS, OFF, SIDE, probability, terms
+from prism_match.places import probability, terms, that_agree
 from prism_match.training.calibration import reliability
 
 KINDS = ("same", "elsewhere", "other side", "mirrored", "halves")
@@ -129,13 +129,6 @@ def seen(path: Path, way: str) -> np.ndarray:
     return np.ascontiguousarray(gray)
 
 
-def inliers(m: Matches) -> int:
-    """What `same_place` stands beside."""
-    points = [(k + 0.5) * (SIDE / max(s)) for k, s in ((m.keypoints0, m.size0), (m.keypoints1, m.size1))]
-    scaled = replace(m, keypoints0=points[0], keypoints1=points[1])
-    return scaled.estimate("fundamental", threshold=OFF, max_iterations=ITERATIONS).num_inliers
-
-
 def roc(values: np.ndarray, same: np.ndarray) -> float:
     """The probability that a pair of one place has more than one of two; half of it where they are equal."""
     more = values[same][:, None] - values[~same]
@@ -155,7 +148,7 @@ def main() -> None:
     args.cache.mkdir(parents=True, exist_ok=True)
     pairs = listed(args.data, args.photos, args.cache)
     found = list(matched(pairs, args.cache / str(args.size), args.size))
-    rows, counts = np.stack([terms(m) for m in found]), np.array([inliers(m) for m in found])
+    rows, counts = np.stack([terms(m) for m in found]), np.array([that_agree(m).sum() for m in found])
     kinds, places = np.array([p.kind for p in pairs]), np.array([p.place for p in pairs])
     same = kinds == "same"
     held_out = np.zeros(len(pairs))

@@ -37,12 +37,7 @@ def probability(rows: np.ndarray, weights: np.ndarray | None = None) -> np.ndarr
 def terms(matches: Matches) -> np.ndarray:
     """What the regression weighs."""
     certainty = np.zeros(0) if matches.certainty is None else matches.certainty.astype(np.float64)
-    points = [
-        (keypoints.astype(np.float64) + 0.5) * (SIDE / max(size))
-        for keypoints, size in ((matches.keypoints0, matches.size0), (matches.keypoints1, matches.size1))
-    ]
-    fit = estimate(points[0], points[1], "fundamental", threshold=OFF, max_iterations=ITERATIONS)
-    agree = fit.inliers
+    agree = that_agree(matches)
     agreeing = certainty[agree].sum()
     scores = matches.scores[agree].astype(np.float64)
     return np.array([
@@ -52,6 +47,15 @@ def terms(matches: Matches) -> np.ndarray:
         logit((agreeing + 0.5) / (agree.sum() + 1)),
         logit((scores.sum() + 0.5) / (len(scores) + 1)),
     ])  # fmt: skip
+
+
+def that_agree(matches: Matches) -> np.ndarray:
+    """n, bool: with one fundamental matrix, whatever the sizes of the photos are."""
+    points = [
+        (keypoints.astype(np.float64) + 0.5) * (SIDE / max(size))
+        for keypoints, size in ((matches.keypoints0, matches.size0), (matches.keypoints1, matches.size1))
+    ]
+    return estimate(points[0], points[1], "fundamental", threshold=OFF, max_iterations=ITERATIONS).inliers
 
 
 def logit(share: float) -> float:
