@@ -6,6 +6,9 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from prism_match.frames import write_depth
+from prism_match.training.data.colmap import depth_path
+
 WIDTH, HEIGHT = 160, 120
 K = np.array([[150.0, 0, 79.5], [0, 150.0, 59.5], [0, 0, 1]])  # centre of the top-left pixel at (0, 0)
 
@@ -119,3 +122,11 @@ def write_model(scene: Scene, xyz: np.ndarray) -> None:
     rows = [f"{i + 1} {x} {y} {z} 9 9 9 0.5 {' '.join(t)}"
             for i, ((x, y, z), t) in enumerate(zip(xyz, tracks, strict=True))]  # fmt: skip
     (folder / "points3D.txt").write_text("\n".join(rows) + "\n")
+
+
+def make_scene_with_depth(root: Path) -> Scene:
+    """With its depth maps beside the model, as a collection to train on has them."""
+    scene = make_scene(root)
+    for name, depth in zip(scene.names, scene.depth, strict=True):
+        write_depth(depth_path(root / "depth", name), depth)
+    return scene

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from synthetic_scene import HEIGHT, WIDTH, K, Scene, make_scene
+from synthetic_scene import HEIGHT, WIDTH, K, Scene, make_scene_with_depth
 
 from prism_match.errors import UserError
 from prism_match.frames import read_depth, write_depth
@@ -22,10 +22,7 @@ LANDMARKS = Path(__file__).resolve().parents[2] / "shared" / "train" / "landmark
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory) -> Scene:
-    scene = make_scene(tmp_path_factory.mktemp("scene"))
-    for name, depth in zip(scene.names, scene.depth, strict=True):
-        write_depth(depth_path(scene.root / "depth", name), depth)
-    return scene
+    return make_scene_with_depth(tmp_path_factory.mktemp("scene"))
 
 
 def collection(scene: Scene) -> Collection:

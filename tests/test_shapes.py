@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pairs_for_tests import ShiftedTextures
-from synthetic_scene import Scene, make_scene
+from synthetic_scene import Scene, make_scene_with_depth
 
 from prism_match.errors import UserError
-from prism_match.frames import Frame, write_depth
+from prism_match.frames import Frame
 from prism_match.training.config import PRESETS, Phase, TrainConfig, load_train_config
 from prism_match.training.data.colmap import Collection, ColmapPairs, depth_path, read_model
 from prism_match.training.data.photos import PhotoPairs, PhotoStore
@@ -35,10 +35,7 @@ def store() -> PhotoStore:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory) -> Scene:
-    scene = make_scene(tmp_path_factory.mktemp("scene"))
-    for name, depth in zip(scene.names, scene.depth, strict=True):
-        write_depth(depth_path(scene.root / "depth", name), depth)
-    return scene
+    return make_scene_with_depth(tmp_path_factory.mktemp("scene"))
 
 
 def photos(store: PhotoStore, scene: Scene) -> PairSource:
