@@ -8,8 +8,10 @@ not the area of the images; what costs memory is one pair of tiles.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
+import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -53,6 +55,9 @@ READ = 2  # times the size that whole images are matched at: as large as they ar
 EVIDENT = 0.2  # least score of a match that counts as evidence, as in `matcher.py`
 CONSISTENT = 3.0  # pixels, as matched, by which a match may miss the map
 WHOLE = 256  # MiB of pixels: larger files are read by windows where no memory is given
+AT_EDGE = 2  # cells from the border of a tile: matches there tell that the overlap goes on
+# Bytes of a block that goes back to the system as soon as it is free, and the parameter of glibc's `mallopt`.
+GIVEN_BACK, MMAP_THRESHOLD = 4 * 2**20, -3
 
 Points: TypeAlias = np.ndarray  # n 2
 
@@ -111,7 +116,10 @@ def match_in_tiles(
     details: bool = False,
 ) -> Matches:
     """What `Matcher(tiles="auto").match` does."""
-    limit = WHOLE * 2**20 if matcher.tile_memory is None else int(matcher.tile_memory * 2**30 / 8)
+    limit = WHOLE * 2**20
+    if matcher.tile_memory is not None:
+        limit = int(matcher.tile_memory * 2**30 / 8)
+        give_back_large_blocks()
     with open_windows(image0, mask0, limit) as first, open_windows(image1, mask1, limit) as second:
         side = tile_side(matcher, (first, second))
         plain = matcher.adjusted(tiles=None, tile_memory=None, size=min(matcher.size, side), max_matches=None)
@@ -122,11 +130,19 @@ def match_in_tiles(
             if not tiles or is_the_same(tiles, found):
                 break
             log.info("%d tiles of at most %d pixels, at %.3g of image 0", len(tiles), side, finest)
-            again = match_tiles(tiled, first, second, tiles, found)
+            again = match_overlap(tiled, first, second, tiles, found, finest)
             if again.evidence() < found.evidence():
                 break  # finer things do not match: the images show less than they have pixels
             found = again
         return found.matches.filter(top=matcher.max_matches)
+
+
+def give_back_large_blocks() -> None:
+    """On a CPU tensors are blocks of `malloc`. glibc keeps free ones of up to 32 MiB, and tiles of many sizes
+    leave holes that the next ones do not fit into: 0.8 GiB more after eight pairs. From now on this process
+    gives large ones back, which takes a tenth more time; so only where someone has set a limit."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, GIVEN_BACK)
 
 
 def tile_side(matcher: PairMatcher, images: Sequence[Windows]) -> int:
@@ -336,13 +352,51 @@ def plan_tiles(found: Pass, side: int, finest: float = 1.0) -> list[Tile]:
     points0, points1 = reliable(found)
     if len(points0) < FEWEST:
         return []
-    size0, size1 = found.matches.size0, found.matches.size1
-    tiles = []
     reach = 2 * CELL / found.scale0  # beyond the outermost matches the overlap goes on for a while
-    todo = [_box(points0.min(0) - reach, points0.max(0) + reach, size0)]
+    everything = _box(points0.min(0) - reach, points0.max(0) + reach, found.matches.size0)
+    return _tiles_of([everything], points0, points1, found, side, finest)
+
+
+def tiles_beyond(found: Pass, tiles: list[Tile], fresh: list[Tile], side: int, finest: float) -> list[Tile]:
+    """Where the overlap goes on: what none of the tiles answers for, next to matches of a fresh one."""
+    points0, points1 = reliable(found)
+    # Half a tile: the map of the matches beside it need not hold much farther.
+    step = round((TILE - 2 * MARGIN) * side / found.scale0 / 2)
+    edge = AT_EDGE * CELL / found.scale0
+    todo: list[Box] = []
+    for core in (tile.core for tile in fresh):
+        own = points0[np.all((points0 >= core[:2]) & (points0 < core[2:]), axis=1)]
+        left, top, right, bottom = core
+        for distance, (low, high) in (
+            (own[:, 0] - left, ((left - step, top), (left, bottom))),
+            (own[:, 1] - top, ((left, top - step), (right, top))),
+            (right - own[:, 0], ((right, top), (right + step, bottom))),
+            (bottom - own[:, 1], ((left, bottom), (right, bottom + step))),
+        ):
+            box = _box(np.array(low), np.array(high) - 1, found.matches.size0)
+            if (distance < edge).sum() < FEWEST or min(box.width, box.height) < edge:
+                continue
+            x, y = (box.left + box.right) / 2, (box.top + box.bottom) / 2
+            answered = [tile.core for tile in tiles] + todo
+            if not any(b.left <= x < b.right and b.top <= y < b.bottom for b in answered):
+                todo.append(box)
+    return _tiles_of(todo, points0, points1, found, side, finest, around=step)
+
+
+def _tiles_of(
+    todo: list[Box],
+    points0: Points,
+    points1: Points,
+    found: Pass,
+    side: int,
+    finest: float,
+    around: float = 0.0,
+) -> list[Tile]:
+    """Of these parts of image 0, split until they fit. around: pixels beyond a part whose matches count."""
+    tiles = []
     while todo:
         core = todo.pop()
-        tile = _tile(core, points0, points1, found, size0, size1, side, finest)
+        tile = _tile(core, points0, points1, found, side, finest, around)
         if isinstance(tile, Tile):
             tiles.append(tile)
         else:
@@ -363,13 +417,16 @@ def _tile(
     points0: Points,
     points1: Points,
     found: Pass,
-    size0: tuple[int, int],
-    size1: tuple[int, int],
     side: int,
     finest: float,
+    around: float,
 ) -> Tile | list[Box]:
     """The tile of a part of image 0; or the parts to split it into, none where nothing matches."""
-    inside = np.all((points0 >= core[:2]) & (points0 < core[2:]), axis=1)
+    size0, size1 = found.matches.size0, found.matches.size1
+    own, inside = (
+        np.all((points0 >= np.array(core[:2]) - n) & (points0 < np.array(core[2:]) + n), axis=1)
+        for n in (0.0, around)
+    )
     if inside.sum() < FEWEST:
         return []
     near = inside
@@ -391,7 +448,7 @@ def _tile(
     margin = MARGIN * side
     box0 = _box(np.array(core[:2]) - margin / scale0, np.array(core[2:]) - 1 + margin / scale0, size0)
     corners = np.array(list(product((box0.left, box0.right - 1), (box0.top, box0.bottom - 1))))
-    there = np.concatenate([corners @ matrix[:, :2].T + matrix[:, 2], points1[near][fitting & inside[near]]])
+    there = np.concatenate([corners @ matrix[:, :2].T + matrix[:, 2], points1[near][fitting & own[near]]])
     beyond = margin / 2 / scale1
     box1 = _box(there.min(0) - beyond, there.max(0) + beyond, size1)
     if min(box1.width, box1.height) <= 0:  # beyond the border of image 1
@@ -428,35 +485,55 @@ def is_the_same(tiles: list[Tile], found: Pass) -> bool:
     return max(changes) < math.log(SAME_SCALE)
 
 
-def match_tiles(matcher: PairMatcher, first: Windows, second: Windows, tiles: list[Tile], last: Pass) -> Pass:
-    """All of them, one after the other, as one result."""
+def match_overlap(
+    matcher: PairMatcher, first: Windows, second: Windows, tiles: list[Tile], last: Pass, finest: float
+) -> Pass:
+    """These tiles, and those beyond them for as long as the overlap goes on, as one result."""
+    rows: list[np.ndarray] = []
+    done: list[Tile] = []
+    while tiles:
+        rows += [match_tile(matcher, first, second, t, n) for n, t in enumerate(tiles, len(done))]
+        done += tiles
+        found = merged(rows, done, last)
+        tiles = tiles_beyond(found, done, tiles, matcher.size, finest)
+        if tiles:
+            log.info("the overlap goes on: %d tiles more", len(tiles))
+    return found
+
+
+def match_tile(
+    matcher: PairMatcher, first: Windows, second: Windows, tile: Tile, number: int
+) -> np.ndarray:
+    """n 8, of its own part: x0, y0, x1, y1 in the images, score, number of the tile, certainty, sigma."""
+    parts = [first.part(tile.box0, tile.scale0), second.part(tile.box1, tile.scale1)]
+    if any(part.opaque is not None and not part.opaque.any() for part in parts):
+        return np.zeros((0, 8))
+    a, b = (matcher.prepare(part) for part in parts)
+    pair = matcher.extract_prepared([a, b.turned(tile.turns)])
+    found = matcher.match_extracted([(pair[0], pair[1])])[0]
+    points0 = to_outer(found.keypoints0, tile.box0, found.size0)
+    points1 = to_outer(found.keypoints1, tile.box1, found.size1)
+    # A point belongs to the pixel that it lies on, and that to one tile.
+    low, high = np.array(tile.core[:2]) - 0.5, np.array(tile.core[2:]) - 0.5
+    own = np.all((points0 >= low) & (points0 < high), axis=1)
+    columns = [points0, points1, found.scores[:, None], np.full((len(found), 1), number)]
     regression = None if matcher.calibration is None else matcher.calibration.matches
-    rows: list[np.ndarray] = []  # n 8: x0, y0, x1, y1, score, number of the tile, certainty, sigma
-    for number, tile in enumerate(tiles):
-        parts = [first.part(tile.box0, tile.scale0), second.part(tile.box1, tile.scale1)]
-        if any(part.opaque is not None and not part.opaque.any() for part in parts):
-            continue
-        a, b = (matcher.prepare(part) for part in parts)
-        pair = matcher.extract_prepared([a, b.turned(tile.turns)])
-        found = matcher.match_extracted([(pair[0], pair[1])])[0]
-        points0 = to_outer(found.keypoints0, tile.box0, found.size0)
-        points1 = to_outer(found.keypoints1, tile.box1, found.size1)
-        # A point belongs to the pixel that it lies on, and that to one tile.
-        low, high = np.array(tile.core[:2]) - 0.5, np.array(tile.core[2:]) - 0.5
-        own = np.all((points0 >= low) & (points0 < high), axis=1)
-        columns = [points0, points1, found.scores[:, None], np.full((len(found), 1), number)]
-        for sign in enlarged(found, regression, max(tile.box1.width, tile.box1.height) / max(found.size1)):
-            columns.append(np.full((len(found), 1), np.nan) if sign is None else sign[:, None])
-        rows.append(np.concatenate(columns, axis=1)[own])
-    merged = np.concatenate([np.zeros((0, 8)), *rows])
+    for sign in enlarged(found, regression, max(tile.box1.width, tile.box1.height) / max(found.size1)):
+        columns.append(np.full((len(found), 1), np.nan) if sign is None else sign[:, None])
+    return np.concatenate(columns, axis=1)[own]
+
+
+def merged(rows: list[np.ndarray], tiles: list[Tile], last: Pass) -> Pass:
+    """What `match_tile` found in each tile, without what two of them found."""
+    table = np.concatenate(rows)
     scale0, scale1 = (float(np.median([getattr(t, name) for t in tiles])) for name in ("scale0", "scale1"))
     for start, scale in ((0, scale0), (2, scale1)):
-        points = merged[:, start : start + 2]
-        merged = merged[without_doubles(points, merged[:, 4], merged[:, 5], CELL / scale)]
-    merged = merged[np.argsort(-merged[:, 4], kind="stable")].astype(np.float32)
-    matches = put_together(last.matches, merged[:, :2], merged[:, 2:4], merged[:, 4])
-    if not np.isnan(merged[:, 6:]).any():
-        matches = replace(matches, certainty=merged[:, 6], sigma=merged[:, 7])
+        points = table[:, start : start + 2]
+        table = table[without_doubles(points, table[:, 4], table[:, 5], CELL / scale)]
+    table = table[np.argsort(-table[:, 4], kind="stable")].astype(np.float32)
+    matches = put_together(last.matches, table[:, :2], table[:, 2:4], table[:, 4])
+    if not np.isnan(table[:, 6:]).any():
+        matches = replace(matches, certainty=table[:, 6], sigma=table[:, 7])
     return Pass(matches, scale0, scale1)
 
 

@@ -134,8 +134,9 @@ class OnDisk(Windows):
         bands = 3 if self.dataset.count >= 3 else 1
         options = {"window": window, "resampling": Resampling.average}
         try:
-            pixels = self.dataset.read(list(range(1, bands + 1)), out_shape=(bands, *shape), **options)
-            seen = self.dataset.dataset_mask(window=window, out_shape=shape) if self.has_mask else None
+            with small_cache():
+                pixels = self.dataset.read(list(range(1, bands + 1)), out_shape=(bands, *shape), **options)
+                seen = self.dataset.dataset_mask(window=window, out_shape=shape) if self.has_mask else None
         except rasterio.errors.RasterioError as error:
             raise UserError(f"{self.name}: damaged image ({error})") from error
         upright = _upright(np.moveaxis(pixels, 0, -1), self.orientation)
@@ -189,7 +190,7 @@ def _open_large(source: ImageLike, most_bytes: int) -> OnDisk | None:
         driver = DRIVERS.get(file.read(2))
     if driver is None:
         return None
-    with warnings.catch_warnings(), rasterio.Env(GDAL_CACHEMAX=GDAL_CACHE):
+    with warnings.catch_warnings(), small_cache():
         warnings.simplefilter("ignore")
         try:
             dataset = rasterio.open(path, driver=driver)
@@ -207,10 +208,19 @@ def _open_large(source: ImageLike, most_bytes: int) -> OnDisk | None:
     # A look at all of it: a mask that hides everything was never filled.
     look = tuple(min(n, 256) for n in (dataset.height, dataset.width))
     try:
-        seen = dataset.dataset_mask(out_shape=look)
+        with small_cache():
+            seen = dataset.dataset_mask(out_shape=look)
     except rasterio.errors.RasterioError as error:
         raise UserError(f"{path}: damaged image ({error})") from error
     return OnDisk(str(path), shown, None, 0, dataset, orientation, bool(seen.any() and not seen.all()))
+
+
+def small_cache() -> Any:
+    """For whatever opens or reads a file: GDAL decides how many blocks it may keep when it keeps the first
+    one, and decides on a twentieth of the memory unless it is told otherwise at that moment."""
+    import rasterio
+
+    return rasterio.Env(GDAL_CACHEMAX=GDAL_CACHE)
 
 
 def _shrunk_mask(mask: np.ndarray, width: int, height: int) -> np.ndarray:
