@@ -5,12 +5,15 @@
     python benchmarks/tiles.py files FOLDER --size 832 --memory 2
     python benchmarks/tiles.py zoom PHOTO... --zooms 3,4,6,8 --turn 90 --size 832
     python benchmarks/tiles.py posed DATA/strecha --pairs 8 --size 480 --single 480,1024
+    python benchmarks/tiles.py scales DATA/megadepth --least 2 --size 832 --keep FOLDER
 
 generated: two parts (--side pixels) of a mosaic of scikit-image's pictures and noise, which overlap by about
 the share --seen of the width and height; the second is turned, tilted, darker and noisy. Errors are against
 the homography. files: such a pair from TIFFs, which are read by windows.
 zoom: PHOTO against 1/zoom of itself, of as many pixels each detail, warped by a homography, darker and
 with noise, turned by --turn degrees. posed: pairs of calibrated photos; distances to the true epipolar lines.
+scales: pairs of MegaDepth whose scale changes by --least or more, told by the true cameras and the matches
+that agree with them, since few pairs have depth; the AUC of their poses. What is done is kept in FOLDER.
 """
 
 from __future__ import annotations
@@ -235,6 +238,70 @@ def posed(
         matchers = ways(size, numbers(single), threads)
         rows += compare(pair.image0, pair.image1, matchers, to_lines(truth), facts)
     write(rows, out)
+
+
+@app.command()
+def scales(
+    data: Path,
+    keep: Annotated[Path, typer.Option(help="Folder; a run goes on where it was.")],
+    least: float = 2.0,
+    size: Size = 832,
+    first: Annotated[int, typer.Option(help="Size that pairs are chosen at.")] = 480,
+    threads: Threads = 2,
+) -> None:
+    from prism_match.evaluation.megadepth import read_megadepth
+    from prism_match.evaluation.metrics import auc
+    from prism_match.evaluation.pose import PoseScorer
+
+    torch.set_num_threads(threads)
+    keep.mkdir(parents=True, exist_ok=True)
+    matcher = Matcher(size=size)
+    found: dict[str, list[Matches]] = {"one pass": [], "tiles": []}
+    chosen = []
+    for n, pair in enumerate(p for p in read_megadepth(data) if not p.problem):
+        small = kept(keep / f"{n}-first.npz", matcher.adjusted(size=first, polish=False), pair)
+        ratio = change_of_scale(pair, small)
+        if not ratio >= least:
+            continue
+        chosen.append(pair)
+        for name, way in (("one pass", matcher), ("tiles", matcher.adjusted(tiles="auto"))):
+            found[name].append(kept(keep / f"{n}-{name}.npz", way, pair))
+        counts = {name: len(each[-1]) for name, each in found.items()}
+        print(json.dumps({"pair": pair.name, "ratio": round(ratio, 2), **counts}), flush=True)
+    for backend, threshold in (("opencv", 0.5), ("poselib", 1.5)):
+        for name, each in found.items():
+            rows = []
+            for seed in range(5):
+                scorer = PoseScorer(backend, threshold, seed)  # type: ignore[arg-type]
+                scores = [scorer(pair, m) for pair, m in zip(chosen, each, strict=True)]
+                rows.append(list(auc([s.error for s in scores], (5, 10, 20)).values()))
+            few = sum(len(m) < 50 for m in each)
+            table = " / ".join(f"{x:.1f}" for x in np.mean(rows, axis=0))
+            print(f"{len(chosen)} pairs, {backend}, {name}: {table}, {few} with fewer than 50 matches")
+
+
+def kept(file: Path, matcher: Matcher, pair: Any) -> Matches:
+    if not file.exists():
+        matcher.match(pair.image0, pair.image1).save(file)
+    return Matches.load(file)
+
+
+def change_of_scale(pair: Any, found: Matches) -> float:
+    """As of depth maps (`evaluation/covisible.py`): the median of (focal length / depth) in one photo over
+    that in the other, as they are, of triangulated matches; NaN where fewer than 10 are right."""
+    from prism_match.evaluation.metrics import epipolar_errors
+    from prism_match.geometry import normalise
+
+    right = epipolar_errors(found.keypoints0, found.keypoints1, pair.K0, pair.K1, pair.T_0to1) < 5e-4
+    x0, x1 = normalise(found.keypoints0[right], pair.K0), normalise(found.keypoints1[right], pair.K1)
+    points = cv2.triangulatePoints(np.eye(4)[:3], pair.T_0to1[:3], x0.T.astype(float), x1.T.astype(float))
+    points = points[:3] / points[3]
+    depth0, depth1 = points[2], (pair.T_0to1[:3, :3] @ points + pair.T_0to1[:3, 3:])[2]
+    front = (depth0 > 0) & (depth1 > 0)
+    if front.sum() < 10:
+        return float("nan")
+    ratio = float(np.median(depth0[front] / depth1[front])) * pair.K1[0, 0] / pair.K0[0, 0]
+    return max(ratio, 1 / ratio)
 
 
 def against(homography: np.ndarray) -> Any:

@@ -4,6 +4,9 @@ of very different scale are matched."""
 from __future__ import annotations
 
 import math
+import platform
+import subprocess
+import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -249,6 +252,27 @@ def test_only_the_overlap_costs(large) -> None:  # noqa: ANN001
     assert counts[1] < 0.5 * counts[0], counts
 
 
+def test_the_overlap_is_followed_beyond_what_the_first_pass_saw(large) -> None:  # noqa: ANN001
+    image0, image1, homography = large
+    matcher = SiftMatcher(size=160, rotate="never")
+    points0 = np.stack(np.meshgrid(np.arange(20.0, 140, 20), np.arange(40.0, 160, 20)), -1).reshape(-1, 2)
+    points1 = warp_points(points0, homography)
+    last = tiles.Pass(Matches(points0, points1, np.ones(len(points0)), (640, 560), (500, 460)), 0.25, 0.25)
+    planned = tiles.plan_tiles(last, 160)
+    with open_windows(image0, None, EVERYTHING) as first, open_windows(image1, None, EVERYTHING) as second:
+        rows = [tiles.match_tile(matcher, first, second, tile, n) for n, tile in enumerate(planned)]
+        seen = tiles.merged(rows, planned, last).matches
+        found = tiles.match_overlap(matcher, first, second, planned, last, 1.0).matches
+    assert seen.keypoints0[:, 0].max() < 200, "what was planned is a corner of it"
+    assert (errors(found, homography) < 1.5).mean() > 0.95
+    inside = warp_points(
+        np.stack(np.meshgrid(np.arange(8, 632, 48), np.arange(8, 552, 48)), -1).reshape(-1, 2), homography
+    )
+    shared = np.all((inside > 20) & (inside < [480, 440]), axis=1)
+    near = np.abs(found.keypoints1[:, None] - inside[shared]).max(-1).min(0) < 32
+    assert near.mean() > 0.95, "matches wherever both images see the same"
+
+
 def test_masks_hold_in_tiles(large) -> None:  # noqa: ANN001
     image0, image1, _ = large
     mask0, mask1 = np.zeros((560, 640), bool), np.ones((460, 500), np.uint8)
@@ -397,6 +421,59 @@ def test_a_file_of_windows_is_not_read_whole(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(windows, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"by windows it can be read: pip install 'prism-match\[geo\]'"):
         open_windows(path, None, 2**28)
+
+
+def held_by_another_process(code: str) -> list[int]:
+    """MiB that a new process says it has, once or several times: `has()` is what it has, `had()` the most."""
+    helper = """
+def _of(name):
+    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(lines[name].split()[0]) // 1024
+has, had = lambda: print(_of("VmRSS")), lambda: print(_of("VmHWM"))
+"""
+    done = subprocess.run([sys.executable, "-c", helper + code], capture_output=True, text=True, check=True)
+    return [int(line) for line in done.stdout.split()]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="is about glibc's malloc")
+def test_what_tiles_have_freed_goes_back_to_the_system() -> None:
+    before, after = held_by_another_process(
+        """
+import random
+import torch
+from prism_match.tiles import give_back_large_blocks
+give_back_large_blocks()
+torch.ones(7 * 2**20)
+has()
+draw = random.Random(0)
+live = []
+for _ in range(60):  # of 1 to 28 MiB, in no order, and small ones between them that stay
+    live.append([torch.ones(draw.randrange(2**18, 7 * 2**20)), torch.ones(20000)])
+    live[draw.randrange(len(live))][0] = None
+live = [small for _, small in live]
+has()
+"""
+    )
+    assert after < before + 60
+
+
+def test_reading_by_windows_keeps_little(tmp_path: Path) -> None:
+    """GDAL would keep a twentieth of the machine's memory of what it has decoded."""
+    rasterio = pytest.importorskip("rasterio")
+    path = tmp_path / "huge.tif"
+    with pytest.warns(Warning), rasterio.open(
+        path, "w", driver="GTiff", width=25_000, height=24_000, count=1, dtype="uint8", tiled=True,
+        sparse_ok=True,
+    ):  # fmt: skip
+        pass
+    before, most = held_by_another_process(f"""
+from prism_match.windows import open_windows
+has()
+with open_windows({str(path)!r}, None, 2**28) as image:
+    image.part(image.box, 0.02)
+had()
+""")
+    assert most < before + 250
 
 
 def test_memory_sets_the_size_of_tiles(large) -> None:  # noqa: ANN001

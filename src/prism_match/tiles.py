@@ -25,7 +25,7 @@ from prism_match.errors import UserError
 from prism_match.geometry import resize_matrix, warp_points
 from prism_match.images import SMALLEST, Image, ImageLike
 from prism_match.matches import Matches
-from prism_match.model.prism import CELL
+from prism_match.model.prism import CELL, STRIDE
 from prism_match.windows import INSTALL, Box, Windows, open_windows
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ CONSISTENT = 3.0  # pixels, as matched, by which a match may miss the map
 WHOLE = 256  # MiB of pixels: larger files are read by windows where no memory is given
 AT_EDGE = 2  # cells from the border of a tile: matches there tell that the overlap goes on
 # Bytes of a block that goes back to the system as soon as it is free, and the parameter of glibc's `mallopt`.
-GIVEN_BACK, MMAP_THRESHOLD = 4 * 2**20, -3
+GIVEN_BACK, MMAP_THRESHOLD = 2**20, -3
 
 Points: TypeAlias = np.ndarray  # n 2
 
@@ -458,6 +458,7 @@ def _tile(
         if max(core.width, core.height) * scale0 > side / 4:
             return _split(core, 2, 1) if core.width >= core.height else _split(core, 1, 2)
         scale0, scale1 = scale0 * side / longest, scale1 * side / longest
+    box0, box1 = _in_few_sizes(box0, scale0, side, size0), _in_few_sizes(box1, scale1, side, size1)
     if min(min(b.width, b.height) * s for b, s in ((box0, scale0), (box1, scale1))) < SMALLEST:
         return []
     turn = math.atan2(matrix[1, 0] - matrix[0, 1], matrix[0, 0] + matrix[1, 1])
@@ -468,6 +469,20 @@ def _box(low: np.ndarray, high: np.ndarray, size: tuple[int, int]) -> Box:
     """Whole pixels from low to high, both included, as far as the image goes."""
     low, high = np.floor(low).astype(int), np.ceil(high).astype(int) + 1
     return Box(*np.maximum(low, 0).tolist(), *np.minimum(high, size).tolist())
+
+
+def _in_few_sizes(box: Box, scale: float, side: int, size: tuple[int, int]) -> Box:
+    """With some pixels more around it, so that tiles have few sizes once they are shrunk: for each that they
+    have not seen, the libraries that convolve keep a MiB or so."""
+    grain = STRIDE * max(1, round(side / 256))
+    lows, highs = [], []
+    for low, high, whole in zip(box[:2], box[2:], size, strict=True):
+        wanted = min(math.ceil((high - low) * scale / grain) * grain, side)
+        length = min(max(high - low, round(wanted / scale)), whole)
+        low = min(max(0, low - (length - (high - low)) // 2), whole - length)
+        lows.append(low)
+        highs.append(low + length)
+    return Box(*lows, *highs)
 
 
 def _split(box: Box, columns: int, rows: int) -> list[Box]:
@@ -501,9 +516,7 @@ def match_overlap(
     return found
 
 
-def match_tile(
-    matcher: PairMatcher, first: Windows, second: Windows, tile: Tile, number: int
-) -> np.ndarray:
+def match_tile(matcher: PairMatcher, first: Windows, second: Windows, tile: Tile, number: int) -> np.ndarray:
     """n 8, of its own part: x0, y0, x1, y1 in the images, score, number of the tile, certainty, sigma."""
     parts = [first.part(tile.box0, tile.scale0), second.part(tile.box1, tile.scale1)]
     if any(part.opaque is not None and not part.opaque.any() for part in parts):
