@@ -122,7 +122,9 @@ def match_in_tiles(
         give_back_large_blocks()
     with open_windows(image0, mask0, limit) as first, open_windows(image1, mask1, limit) as second:
         side = tile_side(matcher, (first, second))
-        plain = matcher.adjusted(tiles=None, tile_memory=None, size=min(matcher.size, side), max_matches=None)
+        plain = matcher.adjusted(
+            tiles=None, tile_memory=None, size=min(matcher.size, side), max_matches=None, second_look="never"
+        )
         found = coarse_pass(plain, first, second, details)
         tiled = plain.adjusted(size=side, rotate="never")
         for finest in scales_to_come(found) if found.support >= CONVINCING else ():
@@ -231,7 +233,9 @@ class ScaleSearch:
             starts = [np.linspace(0, n / 2, 3).astype(int).tolist() for n in other.size]
             half = [-(-n // 2) for n in other.size]
             for left, top in product(*starts):
-                box = _box(np.array([left, top]), np.array([left + half[0], top + half[1]]) - 1, other.size)
+                box = Box.covering(
+                    np.array([left, top]), np.array([left + half[0], top + half[1]]) - 1, other.size
+                )
                 (features,) = matcher.extract_prepared([matcher.prepare(other.part(box, scale))])
                 sides = [max(f.prepared.gray.shape) for f in (self.views[which].features, features)]
                 for ratio in range(1 if sides[0] <= SMALL * sides[1] else PARTS_RATIO, PARTS_RATIO + 1):
@@ -353,7 +357,7 @@ def plan_tiles(found: Pass, side: int, finest: float = 1.0) -> list[Tile]:
     if len(points0) < FEWEST:
         return []
     reach = 2 * CELL / found.scale0  # beyond the outermost matches the overlap goes on for a while
-    everything = _box(points0.min(0) - reach, points0.max(0) + reach, found.matches.size0)
+    everything = Box.covering(points0.min(0) - reach, points0.max(0) + reach, found.matches.size0)
     return _tiles_of([everything], points0, points1, found, side, finest)
 
 
@@ -373,7 +377,7 @@ def tiles_beyond(found: Pass, tiles: list[Tile], fresh: list[Tile], side: int, f
             (right - own[:, 0], ((right, top), (right + step, bottom))),
             (bottom - own[:, 1], ((left, bottom), (right, bottom + step))),
         ):
-            box = _box(np.array(low), np.array(high) - 1, found.matches.size0)
+            box = Box.covering(np.array(low), np.array(high) - 1, found.matches.size0)
             if (distance < edge).sum() < FEWEST or min(box.width, box.height) < edge:
                 continue
             x, y = (box.left + box.right) / 2, (box.top + box.bottom) / 2
@@ -446,11 +450,11 @@ def _tile(
     if max(parts) > 1:
         return _split(core, *parts)
     margin = MARGIN * side
-    box0 = _box(np.array(core[:2]) - margin / scale0, np.array(core[2:]) - 1 + margin / scale0, size0)
+    box0 = Box.covering(np.array(core[:2]) - margin / scale0, np.array(core[2:]) - 1 + margin / scale0, size0)
     corners = np.array(list(product((box0.left, box0.right - 1), (box0.top, box0.bottom - 1))))
     there = np.concatenate([corners @ matrix[:, :2].T + matrix[:, 2], points1[near][fitting & own[near]]])
     beyond = margin / 2 / scale1
-    box1 = _box(there.min(0) - beyond, there.max(0) + beyond, size1)
+    box1 = Box.covering(there.min(0) - beyond, there.max(0) + beyond, size1)
     if min(box1.width, box1.height) <= 0:  # beyond the border of image 1
         return []
     longest = max(box1.width, box1.height) * scale1
@@ -463,12 +467,6 @@ def _tile(
         return []
     turn = math.atan2(matrix[1, 0] - matrix[0, 1], matrix[0, 0] + matrix[1, 1])
     return Tile(core, box0, box1, scale0, scale1, round(turn / (math.pi / 2)) % 4)
-
-
-def _box(low: np.ndarray, high: np.ndarray, size: tuple[int, int]) -> Box:
-    """Whole pixels from low to high, both included, as far as the image goes."""
-    low, high = np.floor(low).astype(int), np.ceil(high).astype(int) + 1
-    return Box(*np.maximum(low, 0).tolist(), *np.minimum(high, size).tolist())
 
 
 def _in_few_sizes(box: Box, scale: float, side: int, size: tuple[int, int]) -> Box:

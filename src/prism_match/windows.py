@@ -47,6 +47,12 @@ class Box(NamedTuple):
     right: int
     bottom: int
 
+    @staticmethod
+    def covering(low: np.ndarray, high: np.ndarray, size: tuple[int, int]) -> Box:
+        """From low to high (x, y), both included, as far as the image goes."""
+        low, high = np.floor(low).astype(int), np.ceil(high).astype(int) + 1
+        return Box(*np.maximum(low, 0).tolist(), *np.minimum(high, size).tolist())
+
     @property
     def width(self) -> int:
         return self.right - self.left
