@@ -5,7 +5,7 @@
     python benchmarks/tiles.py files FOLDER --size 832 --memory 2
     python benchmarks/tiles.py zoom PHOTO... --zooms 3,4,6,8 --turn 90 --size 832
     python benchmarks/tiles.py posed DATA/strecha --pairs 8 --size 480 --single 480,1024
-    python benchmarks/tiles.py scales DATA/megadepth --least 2 --size 832 --keep FOLDER
+    python benchmarks/tiles.py scales DATA/megadepth --least 2 --only 0.1_0.3 --keep FOLDER
 
 generated: two parts (--side pixels) of a mosaic of scikit-image's pictures and noise, which overlap by about
 the share --seen of the width and height; the second is turned, tilted, darker and noisy. Errors are against
@@ -247,6 +247,7 @@ def scales(
     least: float = 2.0,
     size: Size = 832,
     first: Annotated[int, typer.Option(help="Size that pairs are chosen at.")] = 480,
+    only: Annotated[str, typer.Option(help="Of lists with this in their name.")] = "",
     threads: Threads = 2,
 ) -> None:
     from prism_match.evaluation.megadepth import read_megadepth
@@ -259,6 +260,8 @@ def scales(
     found: dict[str, list[Matches]] = {"one pass": [], "tiles": []}
     chosen = []
     for n, pair in enumerate(p for p in read_megadepth(data) if not p.problem):
+        if only not in pair.split:
+            continue
         small = kept(keep / f"{n}-first.npz", matcher.adjusted(size=first, polish=False), pair)
         ratio = change_of_scale(pair, small)
         if not ratio >= least:

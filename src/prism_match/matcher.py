@@ -70,7 +70,7 @@ class PairMatcher:
         threshold: float | None = None,
         max_matches: int | None = None,
         rotate: Rotate = "auto",
-        second_look: SecondLook = "auto",
+        second_look: SecondLook = "never",
         polish: bool = True,
         tiles: Tiles | None = None,
         tile_memory: float | None = None,
@@ -91,8 +91,8 @@ class PairMatcher:
         has next to no matches. Matches are in pixels of the images as they are given, always.
         second_look: "auto": where the matches tell that the images show the same at different scales, or
         share a part only, that part is matched again, in both at one scale, and counts if it has more
-        confident matches (`second_look.py`). Points of one image then depend on the other: "never" is for
-        points that many images are to share, as in `prism sfm`.
+        confident matches (`second_look.py`): several times as many of them, for up to twice the time.
+        Points of one image then depend on the other, so it is not for points that many images are to share.
         polish: whether the model's matches are made exact by a small network that compares both images, as
         large as they are given, around each of them (`subpixel.py`); False: the paper's refinement alone.
         tiles: "auto" matches images larger than `size` whole first and then, where that found something, tile

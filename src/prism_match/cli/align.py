@@ -36,7 +36,7 @@ def align_command(
     size: SizeOption = None,
     threshold: ThresholdOption = None,
     rotate: RotateOption = "auto",
-    second_look: SecondLookOption = "auto",
+    second_look: SecondLookOption = "never",
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
     weights: WeightsOption = None,

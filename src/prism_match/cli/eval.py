@@ -47,7 +47,7 @@ def evaluate(
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
     rotate: RotateOption = "auto",
-    second_look: SecondLookOption = "auto",
+    second_look: SecondLookOption = "never",
     polish: PolishOption = True,
     own_size: Annotated[
         bool,

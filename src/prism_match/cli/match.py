@@ -50,7 +50,7 @@ def match(
         typer.Option(help="Model that the inliers are counted for; homography also gives an overlay."),
     ] = "fundamental",
     rotate: RotateOption = "auto",
-    second_look: SecondLookOption = "auto",
+    second_look: SecondLookOption = "never",
     polish: PolishOption = True,
     tiles: Annotated[
         bool,

@@ -13,7 +13,6 @@ from prism_match.cli.options import (
     PolishOption,
     PrecisionOption,
     RotateOption,
-    SecondLookOption,
     SizeOption,
     ThresholdOption,
     WeightsOption,
@@ -44,7 +43,6 @@ def serve(
     size: SizeOption = None,
     threshold: ThresholdOption = None,
     rotate: RotateOption = "auto",
-    second_look: SecondLookOption = "auto",
     polish: PolishOption = True,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
@@ -71,18 +69,7 @@ def serve(
         host, port, token or None, places, batch, timeout, max_mib, max_megapixels, max_size,
         features_mib, features_seconds,
     )  # fmt: skip
-    matcher = make_matcher(
-        weights,
-        model_config,
-        device,
-        precision,
-        size,
-        threshold,
-        rotate,
-        polish,
-        backend,
-        second_look=second_look,
-    )
+    matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate, polish, backend)
     serve(matcher, settings)
 
 
@@ -92,7 +79,6 @@ def page(
     size: SizeOption = None,
     threshold: ThresholdOption = None,
     rotate: RotateOption = "auto",
-    second_look: SecondLookOption = "auto",
     polish: PolishOption = True,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
@@ -113,16 +99,5 @@ def page(
 
     check_installed()
     settings = ServeSettings() if port is None else ServeSettings(port=port)
-    matcher = make_matcher(
-        weights,
-        model_config,
-        device,
-        precision,
-        size,
-        threshold,
-        rotate,
-        polish,
-        backend,
-        second_look=second_look,
-    )
+    matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate, polish, backend)
     serve(matcher, settings, any_port=port is None, browser=browser)

@@ -100,7 +100,7 @@ class MatcherSettings:
     threshold: float | None = None
     max_matches: int | None = None
     rotate: Rotate = "auto"
-    second_look: SecondLook = "auto"
+    second_look: SecondLook = "never"
     polish: bool = True
     tiles: Tiles | None = None
     tile_memory: float | None = None

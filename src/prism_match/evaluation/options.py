@@ -34,7 +34,7 @@ class Options:
     precision: Precision = "auto"
     confidence: float | None = None  # least one of a match; None: the model's theta_c
     rotate: Rotate = "auto"
-    second_look: SecondLook = "auto"
+    second_look: SecondLook = "never"
     polish: bool = True
     tiles: bool = False
     own_size: bool = True  # polish at the size that photos have before they are resized, as `Matcher` does
