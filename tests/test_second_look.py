@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import cv2
 import numpy as np
 import pytest
@@ -80,6 +82,11 @@ def test_a_part_is_what_the_photo_shows_there(tiny: Matcher, photo: np.ndarray, 
     assert whole.sharp is not None, "the photo is larger than it is matched at"
     box = Box(100, 60, 300, 220)
     part = whole.turned(turns).part(box, 0.5)
+    assert part.sharp is not None and max(part.sharp.shape) == pytest.approx(200, abs=2), "polished as it is"
+    small = replace(whole, gray=load_image(photo).gray, sharp=None).part(box, 0.5)
+    assert max(small.gray.shape) == 100 and max(small.sharp.shape) == 200, (
+        "also where there was no larger one"
+    )
     crop, shown = cut(load_image(photo).gray, box, whole.size)
     assert part.area == pytest.approx(shown) and shown == pytest.approx((100, 60, 200, 160), abs=2)
     expected = np.rot90(resize(np.ascontiguousarray(crop), *(round(n * 0.5) for n in shown[2:])), turns)

@@ -450,8 +450,10 @@ class Prepared:
         mask = None
         if self.mask is not None:
             mask = resize(cut(np.rot90(self.mask, -self.turns), box, self.size)[0], w, h)
-        sharp = None if self.sharp is None else sharp_image(crop, w, h)
-        upright = Prepared(resize(crop, w, h), self.size, self.name, self.in_memory, mask, 0, sharp, shown)
+        upright = Prepared(
+            resize(crop, w, h), self.size, self.name, self.in_memory, mask,
+            sharp=sharp_image(crop, w, h), shown=shown,
+        )  # fmt: skip
         return upright.turned(self.turns)
 
     @property
