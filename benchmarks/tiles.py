@@ -13,7 +13,8 @@ the homography. files: such a pair from TIFFs, which are read by windows.
 zoom: PHOTO against 1/zoom of itself, of as many pixels each detail, warped by a homography, darker and
 with noise, turned by --turn degrees. posed: pairs of calibrated photos; distances to the true epipolar lines.
 scales: pairs of MegaDepth whose scale changes by --least or more, told by the true cameras and the matches
-that agree with them, since few pairs have depth; the AUC of their poses. What is done is kept in FOLDER.
+that agree with them, since few pairs have depth; the AUC of their poses, with a second look, too. What is
+done is kept in FOLDER.
 """
 
 from __future__ import annotations
@@ -257,7 +258,12 @@ def scales(
     torch.set_num_threads(threads)
     keep.mkdir(parents=True, exist_ok=True)
     matcher = Matcher(size=size)
-    found: dict[str, list[Matches]] = {"one pass": [], "tiles": []}
+    manners = {
+        "one pass": matcher,
+        "second look": matcher.adjusted(second_look="auto"),
+        "tiles": matcher.adjusted(tiles="auto"),
+    }
+    found: dict[str, list[Matches]] = {name: [] for name in manners}
     chosen = []
     for n, pair in enumerate(p for p in read_megadepth(data) if not p.problem):
         if only not in pair.split:
@@ -267,7 +273,7 @@ def scales(
         if not ratio >= least:
             continue
         chosen.append(pair)
-        for name, way in (("one pass", matcher), ("tiles", matcher.adjusted(tiles="auto"))):
+        for name, way in manners.items():
             found[name].append(kept(keep / f"{n}-{name}.npz", way, pair))
         counts = {name: len(each[-1]) for name, each in found.items()}
         print(json.dumps({"pair": pair.name, "ratio": round(ratio, 2), **counts}), flush=True)
