@@ -199,7 +199,6 @@ def main() -> int:
         device=args.device,
         precision=args.precision,
         rotate=args.rotate,
-        second_look=args.second_look,
         polish=args.polish,
     )
     name = torch.cuda.get_device_name(matcher.device) if matcher.device.type == "cuda" else "CPU"
@@ -287,7 +286,6 @@ def arguments() -> argparse.Namespace:
         help="polish at the photos' own size",
     )
     parser.add_argument("--rotate", default="auto", choices=["auto", "always", "never"])
-    parser.add_argument("--second-look", default="never", choices=["auto", "never"])
     parser.add_argument("--batch", type=int, default=1, help="pairs of equal size matched at a time")
     parser.add_argument("--cache", type=Path, help="folder that keeps the matches [none is kept]")
     return parser.parse_args()

@@ -13,8 +13,8 @@ the homography. files: such a pair from TIFFs, which are read by windows.
 zoom: PHOTO against 1/zoom of itself, of as many pixels each detail, warped by a homography, darker and
 with noise, turned by --turn degrees. posed: pairs of calibrated photos; distances to the true epipolar lines.
 scales: pairs of MegaDepth whose scale changes by --least or more, told by the true cameras and the matches
-that agree with them, since few pairs have depth; the AUC of their poses, with a second look, too. What is
-done is kept in FOLDER.
+that agree with them, since few pairs have depth; the AUC of their poses. What is done is kept
+in FOLDER.
 """
 
 from __future__ import annotations
@@ -258,11 +258,7 @@ def scales(
     torch.set_num_threads(threads)
     keep.mkdir(parents=True, exist_ok=True)
     matcher = Matcher(size=size)
-    manners = {
-        "one pass": matcher,
-        "second look": matcher.adjusted(second_look="auto"),
-        "tiles": matcher.adjusted(tiles="auto"),
-    }
+    manners = {"one pass": matcher, "tiles": matcher.adjusted(tiles="auto")}
     found: dict[str, list[Matches]] = {name: [] for name in manners}
     chosen = []
     for n, pair in enumerate(p for p in read_megadepth(data) if not p.problem):

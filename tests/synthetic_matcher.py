@@ -32,7 +32,6 @@ class SyntheticMatcher:
     threshold: float | None = None
     max_matches: int | None = None
     rotate: str = "never"
-    second_look: str = "never"
     polish: bool = False
     tiles: str | None = None
     tile_memory: float | None = None

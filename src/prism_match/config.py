@@ -17,7 +17,6 @@ Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Runtime = Literal["torch", "onnx", "auto"]  # of the model
 Rotate = Literal["auto", "always", "never"]
 Tiles = Literal["auto"]
-SecondLook = Literal["auto", "never"]
 Backend = Literal["opencv", "usac", "poselib"]  # of two views' geometry
 PnpBackend = Literal["auto", "poselib", "opencv"]  # of a camera's pose
 Sharing = Literal["auto", "shared", "per-image"]  # of cameras among photos

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import numbers
 import os
 import platform
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from prism_match import locating
 from prism_match.certainty import Calibration, Signs, shipped
-from prism_match.config import ModelConfig, Precision, Rotate, Runtime, SecondLook, Tiles
+from prism_match.config import ModelConfig, Precision, Rotate, Runtime, Tiles
 from prism_match.corners import corners, to_corners
 from prism_match.errors import UserError
 from prism_match.images import Image, ImageLike, load_image, load_mask, resize
@@ -31,11 +30,9 @@ from prism_match.model.fast import AutocastPRISM, FastPRISM, arranged
 from prism_match.model.prism import CELL, STRIDE, Features, PairMatches
 from prism_match.model.recorder import Recorder, round_count
 from prism_match.polish import FEWEST, neighbourhoods
-from prism_match.second_look import Frame, plan_look
 from prism_match.stages import stage
 from prism_match.subpixel import LEVELS, Pyramid, Subpixel, halvings, sharpen
 from prism_match.weights import SUBPIXEL_SHA256, WeightsInfo, build_model, load_subpixel, weights_info
-from prism_match.windows import Box
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -70,7 +67,6 @@ class PairMatcher:
         threshold: float | None = None,
         max_matches: int | None = None,
         rotate: Rotate = "auto",
-        second_look: SecondLook = "never",
         polish: bool = True,
         tiles: Tiles | None = None,
         tile_memory: float | None = None,
@@ -89,10 +85,6 @@ class PairMatcher:
         rotate: whether image 1 is also tried turned by 90, 180 and 270 degrees, of which the turn with the
         most confident matches counts; it takes four times as long. "auto": only where image 1 as it is
         has next to no matches. Matches are in pixels of the images as they are given, always.
-        second_look: "auto": where the matches tell that the images show the same at different scales, or
-        share a part only, that part is matched again, in both at one scale, and counts if it has more
-        confident matches (`second_look.py`): several times as many of them, for up to twice the time.
-        Points of one image then depend on the other, so it is not for points that many images are to share.
         polish: whether the model's matches are made exact by a small network that compares both images, as
         large as they are given, around each of them (`subpixel.py`); False: the paper's refinement alone.
         tiles: "auto" matches images larger than `size` whole first and then, where that found something, tile
@@ -102,9 +94,9 @@ class PairMatcher:
         of `size`.
         calibration: a file of `prism calibrate`, by which matches have a certainty and a sigma; None: the one
         that ships, for the weights that ship. Without one, or without `polish`, they have neither."""
-        check_options(size, threshold, max_matches, rotate, second_look)
+        check_options(size, threshold, max_matches, rotate)
         check_tiles(tiles, tile_memory)
-        self.rotate, self.second_look, self.polish = rotate, second_look, polish
+        self.rotate, self.polish = rotate, polish
         self.tiles, self.tile_memory = tiles, tile_memory
         self.device = find_device(device)
         self.dtype = find_dtype(precision, self.device)
@@ -157,27 +149,18 @@ class PairMatcher:
     def found(self, image0: ImageLike, image1: ImageLike) -> Found:
         """The polished matches of two images, before they become `Matches`."""
         pair = tuple(self.extract([image0, image1]))
-        return self.adjusted(second_look="never")._best([pair])[0]  # type: ignore[list-item]
+        return self._best([pair])[0]  # type: ignore[list-item]
 
     def adjusted(self, **options: Any) -> Self:
         """Another one of the same model, of which nothing is loaded or copied. options: those of `size`,
-        `threshold`, `max_matches`, `rotate`, `second_look`, `polish`, `tiles`, `tile_memory` that differ."""
+        `threshold`, `max_matches`, `rotate`, `polish`, `tiles` and `tile_memory` that differ."""
         other = copy.copy(self)
-        known = (
-            "size",
-            "threshold",
-            "max_matches",
-            "rotate",
-            "second_look",
-            "polish",
-            "tiles",
-            "tile_memory",
-        )
+        known = ("size", "threshold", "max_matches", "rotate", "polish", "tiles", "tile_memory")
         for name, value in options.items():
             if name not in known:
                 raise TypeError(f"{name} cannot be adjusted")
             setattr(other, name, value)
-        check_options(other.size, other.threshold, other.max_matches, other.rotate, other.second_look)
+        check_options(other.size, other.threshold, other.max_matches, other.rotate)
         check_tiles(other.tiles, other.tile_memory)
         return other
 
@@ -255,7 +238,11 @@ class PairMatcher:
         kept = None
         if keep and not isinstance(source, (str, os.PathLike)) and image.pixels.nbytes <= KEPT:
             kept = Image(image.pixels.copy(), image.name)  # the caller's memory may get another image
-        sharp = sharp_image(image.gray, w, h) if self.polish else None
+        sharp = None
+        if self.polish and scale < 1:
+            zoom = min(1 / scale, MOST_ZOOM)
+            large = resize(image.gray, *(max(1, round(n * scale * zoom)) for n in (width, height)))
+            sharp = (large * 255).round().astype(np.uint8)  # a quarter of the memory, and no less exact
         gray = resize(image.gray, w, h)
         gray = gray.copy() if np.may_share_memory(gray, image.pixels) else gray
         return Prepared(gray, image.size, image.name, kept, sharp=sharp).masked(image.opaque)
@@ -285,21 +272,7 @@ class PairMatcher:
             again = [(pairs[n][0], image) for n, image in zip(tried, turned, strict=True)]
             for n, found in zip(tried, self._match_as_they_are(again), strict=True):
                 best[n] = max(best[n], found, key=Found.evidence)  # the first of equals: turned the least
-        best = [self._exact(found) for found in best]
-        return best if self.second_look == "never" else [self._looked_again(found) for found in best]
-
-    def _looked_again(self, found: Found) -> Found:
-        """At what both images show, where that is something else than they are."""
-        a, b = (image.prepared for image in found.pair)
-        points = [p.to_original(at.cpu().numpy()) for p, at in ((a, found.at0), (b, found.at1))]
-        look = plan_look(points[0], points[1], a.frame, b.frame, max(*a.gray.shape, *b.gray.shape))
-        if look is None:
-            return found
-        parts = self.extract_prepared([a.part(look.box0, look.scale0), b.part(look.box1, look.scale1)])
-        again = self._match_as_they_are([(parts[0], parts[1])])[0]
-        if again.evidence() <= found.evidence():
-            return found
-        return replace(self._exact(again), first=found)
+        return [self._exact(found) for found in best]
 
     def _is_doubtful(self, found: Found) -> bool:
         """Whether image 1 should be turned."""
@@ -411,8 +384,6 @@ class Prepared:
     turns: int = 0  # by 90 degrees, as np.rot90 does it
     # H W, uint8, turned: as large as it is worth polishing at; None: no larger than `gray`
     sharp: np.ndarray | None = None
-    # Left, top, width and height in original pixels, not turned, of a part of the image; None: all of it
-    shown: tuple[float, float, float, float] | None = None
 
     def masked(self, source: MaskLike) -> Prepared:
         """With a mask, beside the one it may have; the image is not turned yet."""
@@ -428,33 +399,6 @@ class Prepared:
         return replace(
             self, gray=np.rot90(self.gray, turns), mask=mask, turns=self.turns + turns, sharp=sharp
         )
-
-    @property
-    def area(self) -> tuple[float, float, float, float]:
-        """Left, top, width and height of what is shown, in original pixels."""
-        return (0.0, 0.0, *self.size) if self.shown is None else self.shown
-
-    @property
-    def frame(self) -> Frame:
-        """For a second look."""
-        scale = max(self.gray.shape) / max(self.size)
-        return Frame(self.size, scale, scale * self.zoom)
-
-    def part(self, box: Box, scale: float) -> Prepared:
-        """What is in a box of original pixels, so many times as large; turned as all of it is."""
-        finest = self.gray if self.sharp is None else self.sharp
-        crop, shown = cut(np.rot90(finest, -self.turns), box, self.size)
-        if crop.dtype == np.uint8:
-            crop = crop.astype(np.float32) / 255
-        w, h = (max(CELL, round(n * scale)) for n in shown[2:])
-        mask = None
-        if self.mask is not None:
-            mask = resize(cut(np.rot90(self.mask, -self.turns), box, self.size)[0], w, h)
-        upright = Prepared(
-            resize(crop, w, h), self.size, self.name, self.in_memory, mask,
-            sharp=sharp_image(crop, w, h), shown=shown,
-        )  # fmt: skip
-        return upright.turned(self.turns)
 
     @property
     def zoom(self) -> float:
@@ -478,7 +422,7 @@ class Prepared:
 
     def signs(self, score: np.ndarray, stated: np.ndarray, misfit: np.ndarray, away: np.ndarray) -> Signs:
         """Of matches with this as image 1: stated, misfit: n, in pixels of `gray`; away: n, of image 0's."""
-        pixel = max(self.area[2:]) / max(self.gray.shape)
+        pixel = max(self.size) / max(self.gray.shape)
         return Signs(score, stated * pixel, misfit * pixel, away, pixel)
 
     @property
@@ -511,42 +455,17 @@ class Prepared:
 
     def from_original(self, points: np.ndarray) -> np.ndarray:
         """n 2, float32: what `to_original` undoes, of an image that is not turned."""
-        left, top, width, height = self.area
-        scale = np.array(self.gray.shape[::-1]) / np.array([width, height])
-        return ((points - np.array([left, top]) + 0.5) * scale - 0.5).astype(np.float32)
+        scale = np.array(self.gray.shape[::-1]) / np.array(self.size)
+        return ((points + 0.5) * scale - 0.5).astype(np.float32)
 
     def to_original(self, points: np.ndarray) -> np.ndarray:
-        """n 2, float32: turned back, then the inverse of x -> (x + 0.5) * s - 0.5, in all of the image."""
+        """n 2, float32: turned back, then the inverse of x -> (x + 0.5) * s - 0.5."""
         size = np.array(self.gray.shape[::-1], dtype=np.float32)
         for _ in range(self.turns):
             points = np.stack([size[1] - 1 - points[:, 1], points[:, 0]], axis=1)
             size = size[::-1]
-        left, top, width, height = self.area
-        scale = np.array([width, height], dtype=np.float32) / size
-        corner = np.array([left, top], dtype=np.float32)
-        return ((points + 0.5) * scale - 0.5 + corner).astype(np.float32).reshape(-1, 2)
-
-
-def sharp_image(gray: np.ndarray, w: int, h: int) -> np.ndarray | None:
-    """h w, float32 -> H W, uint8: what to polish at beside an image of w x h pixels; None: no larger one."""
-    height, width = gray.shape
-    zoom = min(max(width, height) / max(w, h), MOST_ZOOM)
-    if zoom <= 1:
-        return None
-    shrunk = min(1.0, zoom * max(w, h) / max(width, height))
-    large = resize(gray, *(max(1, round(n * shrunk)) for n in (width, height)))
-    return (large * 255).round().astype(np.uint8)  # a quarter of the memory, and no less exact
-
-
-def cut(
-    image: np.ndarray, box: Box, size: tuple[int, int]
-) -> tuple[np.ndarray, tuple[float, float, float, float]]:
-    """What is in a box of an image that is `size` (width, height) pixels large where the box is from, in
-    whole pixels of its own; and left, top, width and height of these there."""
-    across, down = image.shape[1] / size[0], image.shape[0] / size[1]
-    left, top = math.floor(box.left * across), math.floor(box.top * down)
-    part = image[top : math.ceil(box.bottom * down), left : math.ceil(box.right * across)]
-    return part, (left / across, top / down, part.shape[1] / across, part.shape[0] / down)
+        scale = np.array(self.size, dtype=np.float32) / size
+        return ((points + 0.5) * scale - 0.5).astype(np.float32).reshape(-1, 2)
 
 
 @dataclass(frozen=True)
@@ -606,7 +525,6 @@ class Found:
     number: int  # of the pair in the batch
     exact: bool = False  # polished
     signs: tuple[Tensor, ...] | None = None  # what `polished` tells beside the place
-    first: Found | None = None  # of a second look: the first one, of all of the images
 
     @cached_property
     def scores(self) -> np.ndarray:
@@ -619,8 +537,6 @@ class Found:
     def details(self) -> Details:
         """The masks and NMI, cut to the cells that hold pixels. Those of a turned image are turned back;
         they then begin at another corner of it, which shifts them by less than a cell."""
-        if self.first is not None:
-            return self.first.details()
 
         def cut(name: str, image: ImageFeatures) -> np.ndarray:
             rows, columns = image.prepared.cells
@@ -656,9 +572,7 @@ def is_inside(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return np.all((points >= -0.5) & (points <= np.array(size) - 0.5), axis=1)
 
 
-def check_options(
-    size: int, threshold: float | None, max_matches: int | None, rotate: str, second_look: str = "never"
-) -> None:
+def check_options(size: int, threshold: float | None, max_matches: int | None, rotate: str) -> None:
     check_size(size)
     if threshold is not None and not 0 <= threshold < 1:
         raise UserError(f"threshold must be at least 0 and below 1, not {threshold}")
@@ -666,8 +580,6 @@ def check_options(
         raise UserError(f"max_matches must be at least 1, not {max_matches}")
     if rotate not in get_args(Rotate):
         raise UserError(f"rotate must be one of {', '.join(get_args(Rotate))}, not {rotate!r}")
-    if second_look not in get_args(SecondLook):
-        raise UserError(f"second_look must be one of {', '.join(get_args(SecondLook))}, not {second_look!r}")
 
 
 def check_tiles(tiles: Any, memory: Any) -> None:

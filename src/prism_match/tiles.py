@@ -122,9 +122,7 @@ def match_in_tiles(
         give_back_large_blocks()
     with open_windows(image0, mask0, limit) as first, open_windows(image1, mask1, limit) as second:
         side = tile_side(matcher, (first, second))
-        plain = matcher.adjusted(
-            tiles=None, tile_memory=None, size=min(matcher.size, side), max_matches=None, second_look="never"
-        )
+        plain = matcher.adjusted(tiles=None, tile_memory=None, size=min(matcher.size, side), max_matches=None)
         found = coarse_pass(plain, first, second, details)
         tiled = plain.adjusted(size=side, rotate="never")
         for finest in scales_to_come(found) if found.support >= CONVINCING else ():

@@ -16,7 +16,6 @@ from prism_match.cli.options import (
     OutOption,
     PrecisionOption,
     RotateOption,
-    SecondLookOption,
     SizeOption,
     ThresholdOption,
     WeightsOption,
@@ -36,7 +35,6 @@ def align_command(
     size: SizeOption = None,
     threshold: ThresholdOption = None,
     rotate: RotateOption = "auto",
-    second_look: SecondLookOption = "never",
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
     weights: WeightsOption = None,
@@ -62,9 +60,7 @@ def align_command(
     # Before the model is loaded: what is wrong should not take seconds to be told.
     first, second = open_picture(image0).image, open_picture(image1).image
     folder = writable_folder(out)
-    matcher = make_matcher(
-        weights, model_config, device, precision, size, threshold, rotate, second_look=second_look
-    )
+    matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate)
     with busy("aligning"):
         start = time.perf_counter()
         alignment = align(first, second, matcher=matcher, model=model)

@@ -19,7 +19,6 @@ from prism_match.cli.options import (
     PolishOption,
     PrecisionOption,
     RotateOption,
-    SecondLookOption,
     make_cluster,
 )
 from prism_match.config import Backend
@@ -47,7 +46,6 @@ def evaluate(
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
     rotate: RotateOption = "auto",
-    second_look: SecondLookOption = "never",
     polish: PolishOption = True,
     own_size: Annotated[
         bool,
@@ -126,8 +124,8 @@ def evaluate(
     options = Options(
         data=data, method=method, size=size, ransac=ransac, threshold=threshold, pairs=pairs,
         seed=seed, weights=tuple(weights or ()), configs=tuple(model_config or ()), device=device,
-        precision=precision, confidence=confidence, rotate=rotate, second_look=second_look,
-        polish=polish, own_size=own_size, tiles=tiles,
+        precision=precision, confidence=confidence, rotate=rotate, polish=polish, own_size=own_size,
+        tiles=tiles,
         top=top, within=tuple(map(parse_limits, within or ())), pair_list=pair_list, snap=snap,
         depth_scale=depth_scale,
         run=Run(cache=cache, out=out, progress=True, batch=batch, cluster=cluster),

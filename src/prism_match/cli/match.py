@@ -17,7 +17,6 @@ from prism_match.cli.options import (
     PolishOption,
     PrecisionOption,
     RotateOption,
-    SecondLookOption,
     SizeOption,
     ThresholdOption,
     WeightsOption,
@@ -50,7 +49,6 @@ def match(
         typer.Option(help="Model that the inliers are counted for; homography also gives an overlay."),
     ] = "fundamental",
     rotate: RotateOption = "auto",
-    second_look: SecondLookOption = "never",
     polish: PolishOption = True,
     tiles: Annotated[
         bool,
@@ -101,7 +99,7 @@ def match(
         region1 = None if mask1 is None else load_mask(mask1, photo1)
     matcher = make_matcher(
         weights, model_config, device, precision, size, threshold, rotate, polish, backend,
-        "auto" if tiles else None, memory, second_look,
+        "auto" if tiles else None, memory,
     )  # fmt: skip
     folder = writable_folder(out)
     with busy("matching"):

@@ -19,7 +19,6 @@ from prism_match.cli.options import (
     PolishOption,
     PrecisionOption,
     RotateOption,
-    SecondLookOption,
     SizeOption,
     ThresholdOption,
     WeightsOption,
@@ -56,7 +55,6 @@ def match_pairs_command(
     shard: Annotated[float, typer.Option(help="Seconds of work between two files of the store.")] = 60.0,
     weights: WeightsOption = None,
     rotate: RotateOption = "never",
-    second_look: SecondLookOption = "never",
     polish: PolishOption = True,
     model_config: ConfigOption = None,
     json_file: JsonFileOption = None,
@@ -85,7 +83,7 @@ def match_pairs_command(
     from prism_match.weights import weights_info
 
     side = DEFAULT_SIZE if size is None else size
-    check_options(side, threshold, None, rotate, second_look)
+    check_options(side, threshold, None, rotate)
     for name, number in (("batch", batch), ("threads", threads)):
         if number is not None and number < 1:
             raise UserError(f"--{name} must be at least 1, not {number}")
@@ -104,10 +102,10 @@ def match_pairs_command(
         # The model is loaded by those who match: here it is enough to know which one it is.
         config = parse_config(model_config)
         info = weights_info(weights, config)
-        settings = prism_settings(info, threshold, None, rotate, second_look, polish)
+        settings = prism_settings(info, threshold, None, rotate, polish)
         matcher = MatcherSettings(
             weights, None if config is None else config.to_dict(), device, precision, side, threshold,
-            rotate=rotate, second_look=second_look, polish=polish, backend=backend,
+            rotate=rotate, polish=polish, backend=backend,
         ).to_json()  # fmt: skip
         if not info.trained:
             print("prism: the weights are untrained (random): the matches mean nothing yet", file=sys.stderr)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import typer
 
-from prism_match.config import ModelConfig, Precision, Rotate, Runtime, SecondLook, Tiles, load_model_config
+from prism_match.config import ModelConfig, Precision, Rotate, Runtime, Tiles, load_model_config
 from prism_match.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,12 +26,6 @@ BackendOption = Annotated[
 RotateOption = Annotated[
     Rotate,
     typer.Option(help="Try the second image turned by 90, 180, 270 degrees; auto: if it hardly matches."),
-]
-SecondLookOption = Annotated[
-    SecondLook,
-    typer.Option(
-        help="auto: where scales differ, or images share a part only, match that part again at one scale."
-    ),
 ]
 PolishOption = Annotated[
     bool,
@@ -75,7 +69,6 @@ def make_matcher(
     backend: Runtime = "torch",
     tiles: Tiles | None = None,
     tile_memory: float | None = None,
-    second_look: SecondLook = "never",
 ) -> Matcher:
     from prism_match.engine import Matcher
     from prism_match.matcher import DEFAULT_SIZE
@@ -88,7 +81,6 @@ def make_matcher(
         size=DEFAULT_SIZE if size is None else size,
         threshold=threshold,
         rotate=rotate,
-        second_look=second_look,
         polish=polish,
         tiles=tiles,
         tile_memory=tile_memory,

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import cv2
 import numpy as np
 
-from prism_match.config import Rotate, SecondLook
+from prism_match.config import Rotate
 from prism_match.engine.photos import Resize, scale_points
 from prism_match.errors import UserError
 from prism_match.images import Image, resize
@@ -59,15 +59,10 @@ def as_method(method: Method | PairMatcher | str) -> Method:
 
 
 def prism_settings(
-    info: WeightsInfo,
-    threshold: float | None,
-    max_matches: int | None,
-    rotate: Rotate,
-    second_look: SecondLook,
-    polish: bool,
+    info: WeightsInfo, threshold: float | None, max_matches: int | None, rotate: Rotate, polish: bool
 ) -> dict[str, Any]:
     """All that PRISM's matches depend on, but for the resizing and the precision."""
-    settings = {
+    return {
         "method": "prism",
         "weights": info.sha256,
         "config": info.config.to_dict(),
@@ -77,8 +72,6 @@ def prism_settings(
         "polish": SUBPIXEL_SHA256 if polish else None,
         "points": "corners" if polish else "cells",
     }
-    # Matches that were stored before there was a second look had none, and are still good.
-    return settings if second_look == "never" else settings | {"second_look": second_look}
 
 
 class Prism:
@@ -93,9 +86,8 @@ class Prism:
         if matcher.backend != "torch":  # which rounds otherwise
             self.precision += f" by {matcher.backend}"
         self.settings = prism_settings(
-            matcher.info, matcher.threshold, matcher.max_matches,
-            matcher.rotate, matcher.second_look, matcher.polish,
-        )  # fmt: skip
+            matcher.info, matcher.threshold, matcher.max_matches, matcher.rotate, matcher.polish
+        )
 
     def prepare(self, image: Image, resizing: Resize) -> Prepared:
         size = resizing(image.size)
@@ -119,10 +111,7 @@ class TiledPrism:
     """PRISM with tiles (`tiles.py`), which sees each pair whole and anew: nothing of an image is kept."""
 
     def __init__(self, matcher: PairMatcher):
-        self.matcher, plain = (
-            matcher,
-            Prism(matcher.adjusted(tiles=None, tile_memory=None, second_look="never")),
-        )
+        self.matcher, plain = matcher, Prism(matcher.adjusted(tiles=None, tile_memory=None))
         self.name, self.precision = f"{plain.name}, in tiles", plain.precision
         self.settings = plain.settings | {"tiles": matcher.tiles, "tile_memory": matcher.tile_memory}
 

@@ -75,7 +75,7 @@ class Outcome:
 def localization(o: Options) -> Report:
     backend = pnp_backend(o)
     resizing = o.resize(o.size or DEFAULT_SIZE)
-    method = replace(o, second_look="never").make_method()  # points of the map are those of many photos
+    method = o.make_method()
     scenes = read_scenes(o, resizing)
     top, threshold = o.top or TOP, o.threshold or THRESHOLD
     cases: list[tuple[Scene, Query, list[str]]] = []

@@ -74,8 +74,7 @@ def measure_masks(
     """For each pair with matchable cells, the masks of its images that have them; and by name why others
     cannot be measured."""
     matcher = copy.copy(matcher)  # shares the model
-    # The truth is for the images and their cells as they are.
-    matcher.rotate, matcher.second_look, matcher.polish = "never", "never", False
+    matcher.rotate, matcher.polish = "never", False  # the truth is for the images and their cells as they are
     found: list[list[Quality]] = []
     unusable: dict[str, str] = {p.name: p.problem for p in pairs if p.problem}
     usable = [p for p in pairs if not p.problem]

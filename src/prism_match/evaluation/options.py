@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from prism_match.config import ModelConfig, Precision, Rotate, SecondLook, load_model_config
+from prism_match.config import ModelConfig, Precision, Rotate, load_model_config
 from prism_match.engine import Matcher
 from prism_match.engine.methods import Method, Prism, TiledPrism, as_method
 from prism_match.engine.photos import Resize
@@ -34,7 +34,6 @@ class Options:
     precision: Precision = "auto"
     confidence: float | None = None  # least one of a match; None: the model's theta_c
     rotate: Rotate = "auto"
-    second_look: SecondLook = "never"
     polish: bool = True
     tiles: bool = False
     own_size: bool = True  # polish at the size that photos have before they are resized, as `Matcher` does
@@ -84,7 +83,6 @@ class Options:
             threshold=least,
             config=config,
             rotate=self.rotate,
-            second_look=self.second_look,
             polish=self.polish,
         )
         if not matcher.info.trained:

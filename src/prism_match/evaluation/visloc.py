@@ -7,7 +7,6 @@ of the most similar map photo, where it is known."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ def submission(
     unknown = [r for q in queries for r in ranked[q] if r not in known]
     if unknown:
         raise UserError(f"{unknown[0]}: in the list of pairs, but not in the map")
-    backend, method = pnp_backend(o), replace(o, second_look="never").make_method()
+    backend, method = pnp_backend(o), o.make_method()
     threshold = o.threshold or threshold
     resizing = o.resize(o.size or SIZE)
     chosen = choose(list(queries), o.pairs, o.seed)
