@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # The longer side of tiles (pixels) and what a pair of square ones takes at most (GiB), measured: on a CPU the
-# peak of the whole process, on a GPU what is held with caches (there of photos of 4:3, by their area).
+# peak of the whole process, and a quarter of a GiB for what many tiles and large files leave behind; on a GPU
+# what is held with caches (there of photos of 4:3, by their area).
 CPU_MEMORY = {320: 0.9, 480: 1.05, 640: 1.2, 832: 1.5}
 GPU_MEMORY = {277: 0.43, 416: 0.67, 554: 0.96, 720: 1.69, 998: 1.84, 1386: 3.31, 1774: 4.7, 2217: 6.68}
 # Of tiles of image 0, as parts of the longest side; the rest is room for what image 1 shows of it, which is
