@@ -252,15 +252,12 @@ def scales(
     threads: Threads = 2,
 ) -> None:
     from prism_match.evaluation.megadepth import read_megadepth
-    from prism_match.evaluation.metrics import auc
-    from prism_match.evaluation.pose import PoseScorer
 
     torch.set_num_threads(threads)
     keep.mkdir(parents=True, exist_ok=True)
     matcher = Matcher(size=size)
     manners = {"one pass": matcher, "tiles": matcher.adjusted(tiles="auto")}
-    found: dict[str, list[Matches]] = {name: [] for name in manners}
-    chosen = []
+    found: list[tuple[Any, float, dict[str, Matches]]] = []
     for n, pair in enumerate(p for p in read_megadepth(data) if not p.problem):
         if only not in pair.split:
             continue
@@ -268,21 +265,36 @@ def scales(
         ratio = change_of_scale(pair, small)
         if not ratio >= least:
             continue
-        chosen.append(pair)
-        for name, way in manners.items():
-            found[name].append(kept(keep / f"{n}-{name}.npz", way, pair))
-        counts = {name: len(each[-1]) for name, each in found.items()}
+        each = {name: kept(keep / f"{n}-{name}.npz", way, pair) for name, way in manners.items()}
+        found.append((pair, ratio, each))
+        counts = {name: len(m) for name, m in each.items()}
         print(json.dumps({"pair": pair.name, "ratio": round(ratio, 2), **counts}), flush=True)
-    for backend, threshold in (("opencv", 0.5), ("poselib", 1.5)):
-        for name, each in found.items():
-            rows = []
-            for seed in range(5):
-                scorer = PoseScorer(backend, threshold, seed)  # type: ignore[arg-type]
-                scores = [scorer(pair, m) for pair, m in zip(chosen, each, strict=True)]
-                rows.append(list(auc([s.error for s in scores], (5, 10, 20)).values()))
-            few = sum(len(m) < 50 for m in each)
-            table = " / ".join(f"{x:.1f}" for x in np.mean(rows, axis=0))
-            print(f"{len(chosen)} pairs, {backend}, {name}: {table}, {few} with fewer than 50 matches")
+    for low, high in ((least, 3.0), (3.0, np.inf)):
+        some = [(pair, each) for pair, ratio, each in found if low <= ratio < high]
+        for name in manners if some else ():
+            print(
+                f"[{low:g}, {high:g}), {len(some)} pairs, {name}: {scored([(p, m[name]) for p, m in some])}"
+            )
+
+
+def scored(pairs: list[tuple[Any, Matches]]) -> str:
+    """Of pairs and their matches: how many of these there are, the share of right ones, and the AUC of the
+    poses, as means of five seeds, with the standard deviation of a seed."""
+    from prism_match.evaluation.metrics import POSE_THRESHOLDS, auc
+    from prism_match.evaluation.pose import THRESHOLDS, PoseScorer
+
+    words = [f"{np.mean([len(m) for _, m in pairs]):.0f} matches"]
+    words.append(f"{sum(len(m) < 50 for _, m in pairs)} pairs below 50")
+    for backend in ("opencv", "poselib"):
+        rows = []
+        for seed in range(5):
+            scorer = PoseScorer(backend, THRESHOLDS[backend], seed)  # type: ignore[arg-type, index]
+            scores = [scorer(pair, m) for pair, m in pairs]
+            rows.append(list(auc([s.error for s in scores], POSE_THRESHOLDS).values()))
+        means, deviations = (" / ".join(f"{x:.1f}" for x in f(rows, axis=0)) for f in (np.mean, np.std))
+        words.append(f"{backend} {means} ({deviations})")
+    words.insert(1, f"{np.mean([s.precision for s in scores]):.1f} % right")
+    return ", ".join(words)
 
 
 def kept(file: Path, matcher: Matcher, pair: Any) -> Matches:
@@ -294,10 +306,11 @@ def kept(file: Path, matcher: Matcher, pair: Any) -> Matches:
 def change_of_scale(pair: Any, found: Matches) -> float:
     """As of depth maps (`evaluation/covisible.py`): the median of (focal length / depth) in one photo over
     that in the other, as they are, of triangulated matches; NaN where fewer than 10 are right."""
-    from prism_match.evaluation.metrics import epipolar_errors
+    from prism_match.evaluation.metrics import EPIPOLAR_THRESHOLD, epipolar_errors
     from prism_match.geometry import normalise
 
-    right = epipolar_errors(found.keypoints0, found.keypoints1, pair.K0, pair.K1, pair.T_0to1) < 5e-4
+    errors = epipolar_errors(found.keypoints0, found.keypoints1, pair.K0, pair.K1, pair.T_0to1)
+    right = errors < EPIPOLAR_THRESHOLD
     x0, x1 = normalise(found.keypoints0[right], pair.K0), normalise(found.keypoints1[right], pair.K1)
     points = cv2.triangulatePoints(np.eye(4)[:3], pair.T_0to1[:3], x0.T.astype(float), x1.T.astype(float))
     points = points[:3] / points[3]

@@ -14,6 +14,7 @@ import math
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -120,7 +121,8 @@ def match_in_tiles(
     limit = WHOLE * 2**20
     if matcher.tile_memory is not None:
         limit = int(matcher.tile_memory * 2**30 / 8)
-        give_back_large_blocks()
+        if matcher.device.type == "cpu":
+            give_back_large_blocks()
     with open_windows(image0, mask0, limit) as first, open_windows(image1, mask1, limit) as second:
         side = tile_side(matcher, (first, second))
         plain = matcher.adjusted(tiles=None, tile_memory=None, size=min(matcher.size, side), max_matches=None)
@@ -138,10 +140,11 @@ def match_in_tiles(
         return found.matches.filter(top=matcher.max_matches)
 
 
+@cache
 def give_back_large_blocks() -> None:
     """On a CPU tensors are blocks of `malloc`. glibc keeps free ones of up to 32 MiB, and tiles of many sizes
     leave holes that the next ones do not fit into: 0.8 GiB more after eight pairs. From now on this process
-    gives large ones back, which takes a tenth more time; so only where someone has set a limit."""
+    gives large ones back, which takes a seventh more time; so only where someone has set a limit."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, GIVEN_BACK)
 
@@ -367,6 +370,7 @@ def tiles_beyond(found: Pass, tiles: list[Tile], fresh: list[Tile], side: int, f
     step = round((TILE - 2 * MARGIN) * side / found.scale0 / 2)
     edge = AT_EDGE * CELL / found.scale0
     todo: list[Box] = []
+    answered = [tile.core for tile in tiles]
     for core in (tile.core for tile in fresh):
         own = points0[np.all((points0 >= core[:2]) & (points0 < core[2:]), axis=1)]
         left, top, right, bottom = core
@@ -380,9 +384,9 @@ def tiles_beyond(found: Pass, tiles: list[Tile], fresh: list[Tile], side: int, f
             if (distance < edge).sum() < FEWEST or min(box.width, box.height) < edge:
                 continue
             x, y = (box.left + box.right) / 2, (box.top + box.bottom) / 2
-            answered = [tile.core for tile in tiles] + todo
             if not any(b.left <= x < b.right and b.top <= y < b.bottom for b in answered):
                 todo.append(box)
+                answered.append(box)
     return _tiles_of(todo, points0, points1, found, side, finest, around=step)
 
 
