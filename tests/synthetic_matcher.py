@@ -32,6 +32,7 @@ class SyntheticMatcher:
     threshold: float | None = None
     max_matches: int | None = None
     rotate: str = "never"
+    rescale: str = "never"
     polish: bool = False
     tiles: str | None = None
     tile_memory: float | None = None

@@ -132,7 +132,7 @@ def test_own_photos_are_enlarged_and_it_says_so(tmp_path: Path) -> None:
 
 
 def test_what_would_fill_the_memory_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    matcher = Matcher(device="cpu", config=PRESETS["tiny"], rotate="never")
+    matcher = Matcher(device="cpu", rescale="never", config=PRESETS["tiny"], rotate="never")
     images = [np.zeros((64, 96), np.uint8)] * 2
     run: list[int] = []
     dense = peers.Peer("Dense", "json", lambda a, b: run.append(1), dense=True)  # type: ignore[arg-type,return-value]

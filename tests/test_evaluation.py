@@ -595,7 +595,7 @@ def tiny_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny_matcher(tiny_weights: Path) -> Matcher:
-    return Matcher(tiny_weights, device="cpu", threshold=0, rotate="never")
+    return Matcher(tiny_weights, device="cpu", rescale="never", threshold=0, rotate="never")
 
 
 @pytest.fixture

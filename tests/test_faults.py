@@ -224,7 +224,14 @@ class ShortOfMemory(Prism):
 
 @pytest.fixture(scope="module")
 def matcher() -> Matcher:
-    options = {"size": 64, "device": "cpu", "rotate": "never", "threshold": 0.0, "polish": False}
+    options = {
+        "size": 64,
+        "device": "cpu",
+        "rotate": "never",
+        "rescale": "never",
+        "threshold": 0.0,
+        "polish": False,
+    }
     return Matcher(config=PRESETS["tiny"], **options)
 
 

@@ -94,7 +94,9 @@ def test_the_fast_model_gives_what_the_plain_one_gives(dtype: torch.dtype, photo
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_no_matches_is_no_error(precision: str, photo: np.ndarray) -> None:
-    matcher = Matcher(config=TINY.replace(theta_c=0.99), device="cuda", precision=precision, size=256)
+    matcher = Matcher(
+        config=TINY, threshold=0.99, rescale="never", device="cuda", precision=precision, size=256
+    )
     assert matcher.match(photo, np.zeros_like(photo)).keypoints0.shape == (0, 2)
 
 

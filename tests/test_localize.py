@@ -737,7 +737,7 @@ def test_the_command_from_photos_to_poses(scene: Scene, sequence: Path, tmp_path
 def test_photos_are_polished_at_their_own_size(photo: np.ndarray, tmp_path: Path) -> None:
     """What is localized with is what the matcher finds in the photos, not in smaller copies of them."""
     sure = PRESETS["tiny"].replace(theta_c=0.0, temperature=0.02, weighted_softmax=False)
-    matcher = Matcher(device="cpu", size=160, config=sure, rotate="never")
+    matcher = Matcher(device="cpu", rescale="never", size=160, config=sure, rotate="never")
     images = {name: tmp_path / f"{name}.png" for name in ("query", "photo")}
     cv2.imwrite(str(images["query"]), photo[:400, :480])
     cv2.imwrite(str(images["photo"]), photo[:400, 24:504])

@@ -439,7 +439,7 @@ def test_disk_is_bounded_and_spares_the_backbone(tmp_path, monkeypatch):
 
 
 def test_features_on_disk_change_nothing(tmp_path, photo):
-    matcher = Matcher(device="cpu", size=96, config=PRESETS["tiny"].replace(theta_c=0.0))
+    matcher = Matcher(device="cpu", rescale="never", size=96, config=PRESETS["tiny"].replace(theta_c=0.0))
     files = {f"{n}.png": tmp_path / f"{n}.png" for n in range(4)}
     for n, path in enumerate(files.values()):
         write_png(path, photo[20 * n : 20 * n + 90, 30 * n : 30 * n + 120])
@@ -458,7 +458,7 @@ def test_features_on_disk_change_nothing(tmp_path, photo):
 
 def test_bundled_photos_go_through_the_real_matcher(tmp_path):
     """The names of the store are the given ones, the pixels those of the files."""
-    matcher = Matcher(device="cpu", size=64, config=PRESETS["tiny"].replace(theta_c=0.0))
+    matcher = Matcher(device="cpu", rescale="never", size=64, config=PRESETS["tiny"].replace(theta_c=0.0))
     files = {"one": ASSETS / "astronaut0.jpg", "two": ASSETS / "astronaut1.jpg"}
     engine = Engine(Prism(matcher), Resize.largest(64))
     with MatchStore(tmp_path / "m.h5", engine.settings) as store:

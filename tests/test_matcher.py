@@ -18,10 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism_match import Matcher, Matches, UserError, geometry
+from prism_match import Matcher, Matches, UserError, geometry, tiles
 from prism_match import matcher as matcher_module
 from prism_match.config import PRESETS
 from prism_match.engine.features import held_bytes
+from prism_match.engine.methods import Prism
 from prism_match.weights import load_model, weights_info
 from prism_match.weights.store import export_weights
 
@@ -30,7 +31,7 @@ TINY = PRESETS["tiny"].replace(theta_c=0.0)
 
 @pytest.fixture(scope="module")
 def matcher() -> Matcher:
-    return Matcher(config=TINY, device="cpu", size=160, rotate="never")
+    return Matcher(config=TINY, device="cpu", rescale="never", size=160, rotate="never")
 
 
 def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -75,7 +76,7 @@ def test_sizes_may_differ_and_small_images_stay_as_they_are(matcher: Matcher) ->
 def test_details_of_ablations_in_half_precision(preset: str) -> None:
     part = PRESETS[preset]
     config = PRESETS["tiny"].replace(estimator=part.estimator, pruning=part.pruning, attention=part.attention)
-    matcher = Matcher(device="cpu", precision="bf16", config=config, polish=False)
+    matcher = Matcher(device="cpu", rescale="never", precision="bf16", config=config, polish=False)
     details = matcher.match(noise(40, 64), noise(48, 56), details=True).details
     assert details is not None and details.keep0.shape == (2, 5, 8)
     assert details.nmi0 is None or details.nmi0.dtype == np.float32
@@ -254,7 +255,7 @@ def test_pairs_before_a_bad_one_are_matched(matcher: Matcher, photo: np.ndarray,
 @pytest.mark.parametrize("size", ["big", float("nan"), 640.5, None, True, 0])
 def test_sizes_that_are_none(size: object) -> None:
     with pytest.raises(UserError, match="size must be a whole number of at least 32 pixels"):
-        Matcher(size=size, config=TINY, device="cpu")
+        Matcher(size=size, config=TINY, device="cpu", rescale="never")
 
 
 def test_region_masks_limit_where_matches_are(matcher: Matcher, photo: np.ndarray) -> None:
@@ -301,8 +302,8 @@ def test_a_turned_image_matches_as_if_upright(photo: np.ndarray, turns: int) -> 
     turned = np.ascontiguousarray(np.rot90(image, turns))
     mask = np.zeros(image.shape, bool)
     mask[:, 24:] = True
-    upright = Matcher(config=SURE, device="cpu", rotate="never")
-    matcher = Matcher(config=SURE, device="cpu", rotate="always")
+    upright = Matcher(config=SURE, device="cpu", rescale="never", rotate="never")
+    matcher = Matcher(config=SURE, device="cpu", rescale="never", rotate="always")
     for masks in ((None, None), (mask, np.rot90(mask, turns))):
         expected = upright.match(image, image, masks[0], masks[0], details=True)
         result = matcher.match(image, turned, *masks, details=True)
@@ -316,7 +317,7 @@ def test_a_turned_image_matches_as_if_upright(photo: np.ndarray, turns: int) -> 
 
 def test_turned_images_of_any_size_come_back_to_their_pixels(photo: np.ndarray) -> None:
     """Sides that are no multiples of anything, and resized: the points still lie where they should."""
-    prepare = Matcher(config=SURE, device="cpu", size=100).prepare
+    prepare = Matcher(config=SURE, device="cpu", rescale="never", size=100).prepare
     image = photo[:151, :203]
     points = np.array([[0.0, 0], [99, 3], [40, 73]], np.float32)
     expected = prepare(image).to_original(points)
@@ -328,7 +329,7 @@ def test_turned_images_of_any_size_come_back_to_their_pixels(photo: np.ndarray) 
 
 
 def test_turned_batches_give_what_singles_give(photo: np.ndarray) -> None:
-    matcher = Matcher(config=SURE, device="cpu", rotate="always", max_matches=20)
+    matcher = Matcher(config=SURE, device="cpu", rescale="never", rotate="always", max_matches=20)
     image = photo[:64, :96]
     turned = [np.ascontiguousarray(np.rot90(image, k)) for k in range(3)]
     pairs = [(image, t) for t in turned] + [(turned[2], noise(64, 96)), (image, turned[1], None, turned[1])]
@@ -341,13 +342,47 @@ def test_turned_batches_give_what_singles_give(photo: np.ndarray) -> None:
 def test_only_weak_pairs_are_turned(
     photo: np.ndarray, monkeypatch: pytest.MonkeyPatch, weak: float, tries: int
 ) -> None:
-    matcher = Matcher(config=SURE, device="cpu", max_matches=3)
+    matcher = Matcher(config=SURE, device="cpu", rescale="never", max_matches=3)
     calls = []
     plain = matcher._match_as_they_are
     monkeypatch.setattr(matcher_module, "WEAK", weak)
     monkeypatch.setattr(matcher, "_match_as_they_are", lambda *args: calls.append(1) or plain(*args))
     assert len(matcher.match(photo[:64, :96], photo[:64, :96])) == 3
     assert len(calls) == tries
+
+
+@pytest.mark.parametrize(("sparse", "tries"), [(0.0, 0), (1.0, 1)])
+def test_only_pairs_that_hardly_match_are_tried_at_other_scales(
+    photo: np.ndarray, monkeypatch: pytest.MonkeyPatch, sparse: float, tries: int
+) -> None:
+    calls = []
+
+    def spy(matcher: Matcher, pair: object, matches: Matches) -> Matches:
+        calls.append(pair)
+        return matches
+
+    monkeypatch.setattr(matcher_module, "SPARSE", sparse)
+    monkeypatch.setattr(tiles, "match_at_other_scales", spy)
+    image = photo[:64, :96]
+    for rescale, expected in (("auto", tries), ("never", 0)):
+        calls.clear()
+        matcher = Matcher(config=SURE, device="cpu", rotate="never", rescale=rescale, max_matches=3)
+        assert len(matcher.match(image, image)) == 3
+        list(matcher.match_many([(image, image)]))
+        assert len(calls) == 2 * expected
+
+
+def test_the_least_confidence(photo: np.ndarray) -> None:
+    """That of the model, or less where matches are polished; what is asked for counts before both."""
+    options = {"device": "cpu", "size": 64, "rescale": "never", "rotate": "never"}
+    for theta_c, polish, threshold, expected in (
+        (0.2, True, None, 0.1), (0.2, False, None, 0.2), (0.05, True, None, 0.05), (0.2, True, 0.3, 0.3)
+    ):  # fmt: skip
+        config = PRESETS["tiny"].replace(theta_c=theta_c)
+        matcher = Matcher(config=config, polish=polish, threshold=threshold, **options)
+        assert matcher.theta_c == expected
+        assert Prism(matcher).settings["threshold"] == expected, "cached matches are of one threshold"
+        assert (matcher.match(photo, photo).scores > expected).all()
 
 
 def test_a_precision_that_a_cpu_is_slow_in_is_told(
@@ -364,7 +399,7 @@ def test_a_precision_that_a_cpu_is_slow_in_is_told(
 
 
 def test_black_images_and_strangers_are_no_error(matcher: Matcher) -> None:
-    strict = Matcher(config=TINY, device="cpu", threshold=0.5)
+    strict = Matcher(config=TINY, device="cpu", rescale="never", threshold=0.5)
     black = np.zeros((64, 64), np.uint8)
     for pair in ((black, black), (black, noise(64, 80)), (noise(64, 64, 1), noise(64, 64, 2))):
         assert strict.match(*pair).keypoints0.shape == (0, 2)
@@ -373,7 +408,7 @@ def test_black_images_and_strangers_are_no_error(matcher: Matcher) -> None:
 
 def test_what_is_transparent_is_not_matched(photo: np.ndarray, tmp_path: Path) -> None:
     """As if it were masked out; a mask that is given as well is one more."""
-    matcher = Matcher(config=TINY, device="cpu", size=160, rotate="never")
+    matcher = Matcher(config=TINY, device="cpu", rescale="never", size=160, rotate="never")
     image = np.repeat(photo[:160, :160, None], 3, axis=2)
     alpha = np.zeros((160, 160), np.uint8)
     alpha[:, 80:] = 255
@@ -395,17 +430,17 @@ def test_what_is_transparent_is_not_matched(photo: np.ndarray, tmp_path: Path) -
 
 
 def test_threshold_and_max_matches(photo: np.ndarray) -> None:
-    matcher = Matcher(config=TINY, device="cpu", size=160, threshold=0.001, max_matches=10)
+    matcher = Matcher(config=TINY, device="cpu", rescale="never", size=160, threshold=0.001, max_matches=10)
     result = matcher.match(photo, photo)
     assert len(result) == 10 and result.scores.min() > 0.001
-    loose = Matcher(config=TINY, device="cpu", size=160, threshold=0.0).match(photo, photo)
+    loose = Matcher(config=TINY, device="cpu", rescale="never", size=160, threshold=0.0).match(photo, photo)
     np.testing.assert_allclose(result.scores, loose.scores[:10], atol=1e-6)
 
 
 def test_same_result_twice(matcher: Matcher, photo: np.ndarray) -> None:
     first, second = (
         matcher.match(photo, photo),
-        Matcher(config=TINY, device="cpu", size=160).match(photo, photo),
+        Matcher(config=TINY, device="cpu", rescale="never", size=160).match(photo, photo),
     )
     assert np.array_equal(first.keypoints1, second.keypoints1)
     assert np.array_equal(first.scores, second.scores)
@@ -413,7 +448,9 @@ def test_same_result_twice(matcher: Matcher, photo: np.ndarray) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_precisions_agree(matcher: Matcher, photo: np.ndarray, precision: str) -> None:
-    half = Matcher(config=TINY, device="cpu", size=160, precision=precision).match(photo, photo)
+    half = Matcher(config=TINY, device="cpu", rescale="never", size=160, precision=precision).match(
+        photo, photo
+    )
     full = matcher.match(photo, photo)
     assert np.isfinite(half.keypoints1).all()
     assert 0.7 * len(full) < len(half) < 1.4 * len(full)
@@ -429,6 +466,7 @@ def test_precisions_agree(matcher: Matcher, photo: np.ndarray, precision: str) -
         ({"device": "cuda:99"}, "cuda:99"),
         ({"precision": "int4"}, "precision"),
         ({"rotate": "left"}, "rotate must be one of auto, always, never"),
+        ({"rescale": "always"}, "rescale must be one of auto, never"),
         ({"weights": "nowhere.safetensors"}, "nowhere.safetensors"),
     ],
 )

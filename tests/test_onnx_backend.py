@@ -29,7 +29,13 @@ from prism_match.runtime import import_onnxruntime, open_session
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 GRAPHS = {part: part.encode() * 999 for part in backend.PARTS}  # stand in for real ones
-OPTIONS: dict[str, Any] = {"device": "cpu", "size": 128, "rotate": "never", "polish": False}
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "size": 128,
+    "rotate": "never",
+    "rescale": "never",
+    "polish": False,
+}
 
 
 @pytest.fixture(scope="module")

@@ -496,7 +496,7 @@ def test_a_second_match_cancels_the_first(page: Page, server: Running, held: Hel
 
 
 def test_a_token_is_asked_for(page: Page, matcher: Matcher) -> None:
-    tiny = Matcher(config=PRESETS["tiny"], device="cpu", size=64)
+    tiny = Matcher(config=PRESETS["tiny"], device="cpu", rescale="never", size=64)
     with serving(tiny, token="a-secret") as other:
         page.driver.get(other.url)
         wait_for(lambda: page.get("token").is_displayed())
@@ -585,7 +585,7 @@ def test_dark_and_light(page: Page) -> None:
 def test_prism_app_opens_the_browser_at_a_free_port(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny, servers, opened = Matcher(config=PRESETS["tiny"], device="cpu", size=64), [], []
+    tiny, servers, opened = Matcher(config=PRESETS["tiny"], device="cpu", rescale="never", size=64), [], []
     monkeypatch.setattr(run, "make_server", lambda *x: servers.append(make_server(*x)) or servers[0])
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url))  # which tells that it failed
     with listen("127.0.0.1", 0) as taken:

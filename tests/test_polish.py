@@ -9,7 +9,8 @@ import torch
 
 from prism_match import Matcher
 from prism_match.config import PRESETS
-from prism_match.polish import FARTHEST, FEWEST, local_affine, polish
+from prism_match.matcher import Found
+from prism_match.polish import FARTHEST, FEWEST, local_affine, neighbourhoods, polish
 from prism_match.subpixel import CLOSE, halvings
 
 
@@ -117,6 +118,21 @@ def test_neighbours_that_agree_tell_the_affine_map() -> None:
     assert (local_affine(*noise) == torch.eye(2)).all(2).all(1).float().mean() > 0.9
 
 
+def test_only_believed_matches_tell_about_others() -> None:
+    g = torch.Generator().manual_seed(3)
+    points = torch.rand(200, 2, generator=g, dtype=torch.float64) * 100
+    affine = torch.tensor([[0.9, 0.3], [-0.2, 1.1]], dtype=torch.float64)
+    there = points @ affine.mT
+    believed = torch.arange(200) < 120
+    there[~believed] += 30 * torch.rand(80, 2, generator=g, dtype=torch.float64)
+    stretch, misfit, _ = neighbourhoods(points, there, 0, believed)
+    assert torch.allclose(stretch[believed], affine.expand(120, 2, 2)) and misfit[believed].max() < 1e-6
+    alone = neighbourhoods(points[believed], there[believed])
+    for with_others, without in zip(neighbourhoods(points, there, 0, believed), alone, strict=True):
+        assert torch.allclose(with_others[believed], without), "as if the others were not there"
+    assert not torch.allclose(neighbourhoods(points, there)[0][believed], alone[0])
+
+
 def test_polishing_begins_at_about_the_size_that_was_matched() -> None:
     assert halvings(1.0) == halvings(CLOSE) == 0
     for zoom in (1.6, 2.0, 3.0, 4.0):
@@ -129,7 +145,7 @@ def test_large_photos_are_polished_at_their_own_size(photo: np.ndarray, size: in
     affine = about_the_middle(image, 8, 1.1)
     step = 8 * max(image.shape) / size  # a match in each cell
     other, points, truth, _ = moved_and_disturbed(image, affine, 0.0, step)
-    matcher = Matcher(config=PRESETS["tiny"], device="cpu", size=size)
+    matcher = Matcher(config=PRESETS["tiny"], device="cpu", rescale="never", size=size)
     first, second = matcher.prepare(image), matcher.prepare(other.clip(0, 1)).turned(turns)
     scale = first.gray.shape[1] / image.shape[1]
     near0, near1 = ((p + 0.5) * scale - 0.5 for p in (points, truth))
@@ -137,7 +153,8 @@ def test_large_photos_are_polished_at_their_own_size(photo: np.ndarray, size: in
         near1 = torch.stack([near1[:, 1], second.gray.shape[0] - 1 - near1[:, 0]], 1)
     guess = near1 + (torch.rand(near1.shape, generator=torch.Generator().manual_seed(0)) - 0.5)
     a, b = matcher.extract_prepared([first, second])
-    corner, polished = matcher._polish((a, b), near0, guess)[:2]
+    found = Found((a, b), near0, guess, torch.ones(len(near0)), None, 0)  # type: ignore[arg-type]
+    corner, polished = matcher._polish(found)[:2]
     small = (torch.from_numpy(np.ascontiguousarray(p.gray)) for p in (first, second))
     at_matched_size = polish(*small, near0, guess)
     before, after = (
@@ -154,7 +171,9 @@ def test_large_photos_are_polished_at_their_own_size(photo: np.ndarray, size: in
 def test_the_matcher_polishes_unless_told_not_to(photo: np.ndarray) -> None:
     config = PRESETS["tiny"].replace(theta_c=0.0)
     plain, polished = (
-        Matcher(config=config, device="cpu", size=512, rotate="never", polish=p).match(photo, photo)
+        Matcher(config=config, device="cpu", rescale="never", size=512, rotate="never", polish=p).match(
+            photo, photo
+        )
         for p in (False, True)
     )
     cells, others = ({tuple(p) for p in np.floor((m.keypoints0 + 0.5) / 8)} for m in (plain, polished))

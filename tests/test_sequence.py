@@ -27,7 +27,9 @@ from prism_match.model.prism import Features
 
 @pytest.fixture(scope="module")
 def matcher() -> Matcher:
-    return Matcher(config=PRESETS["tiny"], device="cpu", size=96, threshold=0.0, rotate="auto")
+    return Matcher(
+        config=PRESETS["tiny"], device="cpu", rescale="never", size=96, threshold=0.0, rotate="auto"
+    )
 
 
 def crops(count: int) -> list[np.ndarray]:

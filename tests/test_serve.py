@@ -87,7 +87,9 @@ def wait_for(condition: Callable[[], Any], seconds: float = 10) -> None:
 
 @pytest.fixture(scope="module")
 def matcher() -> Matcher:
-    return Matcher(config=PRESETS["tiny"].replace(theta_c=0.0), device="cpu", size=128, rotate="never")
+    return Matcher(
+        config=PRESETS["tiny"].replace(theta_c=0.0), device="cpu", rescale="never", size=128, rotate="never"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from prism_match.config import PRESETS
 from prism_match.engine.methods import Prism, TiledPrism
 from prism_match.engine.photos import Resize
 from prism_match.engine.run import Engine
-from prism_match.geometry import warp_points
+from prism_match.geometry import resize_matrix, warp_points
 from prism_match.matcher import ImageFeatures, Prepared
 from prism_match.model.prism import Features
 from prism_match.windows import Box, InMemory, OnDisk, open_windows
@@ -102,6 +102,14 @@ def errors(found: Matches, homography: np.ndarray) -> np.ndarray:
     return np.linalg.norm(warp_points(found.keypoints0, homography) - found.keypoints1, axis=1)
 
 
+def by_pixels() -> Calibration:
+    """Twice as many pixels are a quarter of the odds, and twice the error."""
+    right, error = np.zeros((2, TERMS))
+    right[PIXEL], error[PIXEL] = -2, 1
+    regression = Regression(tuple(right), tuple(error))
+    return Calibration("", "", regression, regression)
+
+
 @pytest.fixture(scope="module")
 def large() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Two images of 640 and 500 pixels, and the homography between them."""
@@ -144,11 +152,7 @@ def test_certainty_is_about_pixels_of_the_image(large) -> None:  # noqa: ANN001
     image0, image1, _ = large
     finer = cv2.resize(image1, None, fx=2, fy=2, interpolation=cv2.INTER_CUBIC)
     matcher = SiftMatcher(size=160, tiles="auto")
-    # Twice as many pixels are a quarter of the odds, and twice the error.
-    right, error = np.zeros((2, TERMS))
-    right[PIXEL], error[PIXEL] = -2, 1
-    regression = Regression(tuple(right), tuple(error))
-    matcher.calibration = Calibration("", "", regression, regression)
+    matcher.calibration = by_pixels()
     same, twice = matcher.match(image0, image1), matcher.match(image0, finer)
     # SiftMatcher gives the score for both of them, in pixels of what it was given.
     np.testing.assert_allclose(same.certainty, same.scores, atol=0.02)
@@ -204,6 +208,63 @@ def test_a_detail_meets_the_whole(which: int, zoom: float, degrees: float) -> No
         found = matcher.match(*images)
         counts.append(int((errors(found, truth) < 1.5).sum()))
     assert counts[1] > 40 and counts[1] > 2 * counts[0], counts
+
+
+@pytest.mark.parametrize(("which", "degrees", "size"), [(0, 8, 240), (1, 90, 480)])
+def test_a_detail_meets_the_whole_without_tiles(which: int, degrees: float, size: int) -> None:
+    """Where two images hardly match, other scales are tried from what was kept of them to polish by; turned
+    ones at half the size."""
+    wide = texture(900, 900, 1)
+    homography = about_centre((900, 900), degrees, 1.0, (225, 225))
+    detail = cv2.warpPerspective(wide, homography, (225, 225), flags=cv2.INTER_CUBIC)
+    detail = cv2.resize(detail, (900, 900), interpolation=cv2.INTER_CUBIC)
+    homography = resize_matrix(4, 4) @ homography
+    images, truth = (wide, detail), homography
+    if which:
+        images, truth = images[::-1], np.linalg.inv(homography)
+    matcher = SiftMatcher(size=size)
+    matcher.calibration = by_pixels()
+    pair = tuple(matcher.extract(images))
+    (plain,) = matcher.match_extracted([pair])
+    found = tiles.match_at_other_scales(matcher, pair, plain)
+    right, before = (int((errors(m, truth) < 4).sum()) for m in (found, plain))
+    assert right > 40 and right > 3 * before and right > 0.9 * len(found), (before, right, len(found))
+    assert (found.size0, found.size1, found.name0) == (plain.size0, plain.size1, plain.name0)
+    assert (np.diff(found.scores) <= 0).all() and found.certainty is not None
+    mask = np.zeros((900, 900), bool)
+    mask[:, 380:] = True
+    half = tiles.match_at_other_scales(matcher, (pair[0].masked(mask), pair[1]), plain.filter(top=0))
+    assert 0 < len(half) < len(found) and (half.keypoints0[:, 0] > 370).all()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_a_smaller_image_tells_is_told_in_pixels_of_image_1(which: int) -> None:
+    """One pass against an image that was shrunk to a fourth: an error of a pixel there is four of it."""
+    wide = texture(640, 640, 1)
+    detail = cv2.resize(wide[240:400, 240:400], (640, 640), interpolation=cv2.INTER_CUBIC)
+    images = (wide, detail) if which else (detail, wide)
+    matcher = SiftMatcher(size=640, rotate="never")
+    matcher.calibration = by_pixels()
+    opened = tuple(open_windows(image, None, EVERYTHING) for image in images)
+    views = [tiles.View(w.box, f) for w, f in zip(opened, matcher.extract(images), strict=True)]
+    empty = Matches(*np.zeros((2, 0, 2)), np.zeros(0), (640, 640), (640, 640))
+    search = tiles.ScaleSearch(opened, images, views, tiles.Pass(empty, 1.0, 1.0))
+    (found,) = search.against(views[1 - which], which, 4, matcher)
+    assert found.support > 20 and (found.scale0, found.scale1) == ((1.0, 0.25) if which else (0.25, 1.0))
+    # SiftMatcher gives the score for sigma, in pixels of the image that it was given, shrunk or not.
+    told = 1.0 if which else 0.25
+    np.testing.assert_allclose(found.matches.sigma, told * found.matches.scores, rtol=0.02)
+
+
+def test_strangers_stay_what_they_are_at_other_scales() -> None:
+    matcher = SiftMatcher(size=160)
+    for a, b in (
+        (texture(500, 400, 5), texture(400, 500, 6)), (np.zeros((400, 500), np.uint8),) * 2,
+        (texture(40, 36, 7), texture(33, 64, 8)),
+    ):  # fmt: skip
+        pair = tuple(matcher.extract([a, b]))
+        (plain,) = matcher.match_extracted([pair])
+        assert tiles.match_at_other_scales(matcher, pair, plain) is plain
 
 
 def test_a_small_piece_is_found_in_a_large_image() -> None:

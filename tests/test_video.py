@@ -208,6 +208,6 @@ def test_what_is_no_video_is_told_in_one_line(filmed, tmp_path, monkeypatch):
 def test_a_matcher_tracks_through_a_video(tmp_path, filmed):
     _, _, frames = filmed
     write_video(tmp_path / "short.mp4", frames[:4])
-    matcher = Matcher(config=PRESETS["tiny"], device="cpu", size=96, threshold=0.0)
+    matcher = Matcher(config=PRESETS["tiny"], device="cpu", rescale="never", size=96, threshold=0.0)
     tracks = matcher.track(tmp_path / "short.mp4")
     assert tracks.sizes == [(WIDTH, HEIGHT)] * 4

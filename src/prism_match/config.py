@@ -16,6 +16,7 @@ Settings = TypeVar("Settings")
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Runtime = Literal["torch", "onnx", "auto"]  # of the model
 Rotate = Literal["auto", "always", "never"]
+Rescale = Literal["auto", "never"]
 Tiles = Literal["auto"]
 Backend = Literal["opencv", "usac", "poselib"]  # of two views' geometry
 PnpBackend = Literal["auto", "poselib", "opencv"]  # of a camera's pose

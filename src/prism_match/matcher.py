@@ -20,7 +20,7 @@ from torch import Tensor
 
 from prism_match import locating
 from prism_match.certainty import Calibration, Signs, shipped
-from prism_match.config import ModelConfig, Precision, Rotate, Runtime, Tiles
+from prism_match.config import ModelConfig, Precision, Rescale, Rotate, Runtime, Tiles
 from prism_match.corners import corners, to_corners
 from prism_match.errors import UserError
 from prism_match.images import Image, ImageLike, load_image, load_mask, resize
@@ -47,6 +47,10 @@ DEFAULT_SIZE = 832  # longer side in pixels, the paper's size for its ablations
 # chance. On real pairs it was at most 0.3 % of the number of cells the wrong way up and seldom below 0.5 %
 # the right way up.
 EVIDENT, WEAK = 0.2, 0.005
+SPARSE = 0.01  # the same where other scales are tried: photos of one scale that share a tenth have more
+# Least confidence of a match that is polished: down to this most are right, and poses are better for the more
+# matches than there are above the model's theta_c of 0.2 (docs/benchmarks.md).
+POLISHED = 0.1
 REWEIGHED = 2  # times, by how well they fit, the matches around one that tell how image 1 is stretched there
 MOST_ZOOM = 4.0  # times the size that is matched: larger photos are polished at no more
 EXTRACTED_AT_ONCE = 2**20  # pixels: larger images fill a GPU one at a time, as all images fill a CPU
@@ -67,6 +71,7 @@ class PairMatcher:
         threshold: float | None = None,
         max_matches: int | None = None,
         rotate: Rotate = "auto",
+        rescale: Rescale = "auto",
         polish: bool = True,
         tiles: Tiles | None = None,
         tile_memory: float | None = None,
@@ -80,11 +85,14 @@ class PairMatcher:
         that are made once and kept (docs/onnx.md); "auto": that wherever it can, and PyTorch elsewhere. Its
         matches are PyTorch's but for ties and rounding.
         size: images are shrunk to this longer side before they are matched; never enlarged.
-        threshold: the least confidence of a match; None: the model's own theta_c.
+        threshold: the least confidence of a match; None: 0.1, or without `polish` the model's own theta_c.
         max_matches: only so many of the most confident ones.
         rotate: whether image 1 is also tried turned by 90, 180 and 270 degrees, of which the turn with the
         most confident matches counts; it takes four times as long. "auto": only where image 1 as it is
         has next to no matches. Matches are in pixels of the images as they are given, always.
+        rescale: "auto": where two images hardly match, they are also tried at other scales, each smaller than
+        the other, and what matches then is matched again as finely as both show it (`tiles.py`). "never":
+        only as they are.
         polish: whether the model's matches are made exact by a small network that compares both images, as
         large as they are given, around each of them (`subpixel.py`); False: the paper's refinement alone.
         tiles: "auto" matches images larger than `size` whole first and then, where that found something, tile
@@ -94,9 +102,9 @@ class PairMatcher:
         of `size`.
         calibration: a file of `prism calibrate`, by which matches have a certainty and a sigma; None: the one
         that ships, for the weights that ship. Without one, or without `polish`, they have neither."""
-        check_options(size, threshold, max_matches, rotate)
+        check_options(size, threshold, max_matches, rotate, rescale)
         check_tiles(tiles, tile_memory)
-        self.rotate, self.polish = rotate, polish
+        self.rotate, self.rescale, self.polish = rotate, rescale, polish
         self.tiles, self.tile_memory = tiles, tile_memory
         self.device = find_device(device)
         self.dtype = find_dtype(precision, self.device)
@@ -153,14 +161,14 @@ class PairMatcher:
 
     def adjusted(self, **options: Any) -> Self:
         """Another one of the same model, of which nothing is loaded or copied. options: those of `size`,
-        `threshold`, `max_matches`, `rotate`, `polish`, `tiles` and `tile_memory` that differ."""
+        `threshold`, `max_matches`, `rotate`, `rescale`, `polish`, `tiles` and `tile_memory` that differ."""
         other = copy.copy(self)
-        known = ("size", "threshold", "max_matches", "rotate", "polish", "tiles", "tile_memory")
+        known = ("size", "threshold", "max_matches", "rotate", "rescale", "polish", "tiles", "tile_memory")
         for name, value in options.items():
             if name not in known:
                 raise TypeError(f"{name} cannot be adjusted")
             setattr(other, name, value)
-        check_options(other.size, other.threshold, other.max_matches, other.rotate)
+        check_options(other.size, other.threshold, other.max_matches, other.rotate, other.rescale)
         check_tiles(other.tiles, other.tile_memory)
         return other
 
@@ -175,6 +183,11 @@ class PairMatcher:
             other.backend = "torch"
         other.model = other._arranged()
         return other
+
+    @property
+    def theta_c(self) -> float:
+        """The least confidence of a match."""
+        return least_confidence(self.info, self.threshold, self.polish)
 
     @property
     def precisions(self) -> list[Precision]:
@@ -258,7 +271,15 @@ class PairMatcher:
 
     def _match_batch(self, pairs: list[FeaturesPair], details: bool) -> list[Matches]:
         """Of pairs of equal padded sizes."""
-        return [self._finish(x, details).filter(top=self.max_matches) for x in self._best(pairs)]
+        results = []
+        for pair, found in zip(pairs, self._best(pairs), strict=True):
+            matches = self._finish(found, details)
+            if self.rescale == "auto" and found.is_below(SPARSE):
+                from prism_match.tiles import match_at_other_scales
+
+                matches = match_at_other_scales(self, pair, matches)
+            results.append(matches.filter(top=self.max_matches))
+        return results
 
     @torch.inference_mode()
     def _best(self, pairs: list[FeaturesPair]) -> list[Found]:
@@ -278,12 +299,12 @@ class PairMatcher:
         """Whether image 1 should be turned."""
         if self.rotate != "auto":
             return self.rotate == "always"
-        return found.evidence() < WEAK * min(image.prepared.cell_count for image in found.pair)
+        return found.is_below(WEAK)
 
     def _match_as_they_are(self, pairs: list[FeaturesPair]) -> list[Found]:
         a, b = (stack([pair[i].features for pair in pairs]) for i in range(2))
         keep0, keep1 = (self._regions([pair[i].prepared for pair in pairs]) for i in range(2))
-        found = self.model.match(a, b, keep0, keep1, self.threshold)
+        found = self.model.match(a, b, keep0, keep1, self.theta_c)
         counts = [len(found.batch)]
         if len(pairs) > 1:
             counts = torch.bincount(found.batch, minlength=len(pairs)).tolist()
@@ -300,7 +321,7 @@ class PairMatcher:
         if found.exact or not self.polish or not len(found.at1):
             return found
         with stage("polish"):
-            at0, at1, *signs = self._polish(found.pair, found.at0, found.at1)
+            at0, at1, *signs = self._polish(found)
             return replace(found, at0=at0, at1=at1, signs=tuple(signs), exact=True)
 
     def _finish(self, found: Found, details: bool) -> Matches:
@@ -321,9 +342,9 @@ class PairMatcher:
         )  # fmt: skip
 
     @torch.inference_mode()
-    def _polish(self, pair: FeaturesPair, at0: Tensor, at1: Tensor) -> tuple[Tensor, ...]:
+    def _polish(self, found: Found) -> tuple[Tensor, ...]:
         """What `polished` gives."""
-        a, b = pair
+        (a, b), at0, at1 = found.pair, found.at0, found.at1
         assert a.pyramid is not None and b.pyramid is not None and a.corners is not None
         scales = (a.prepared.sharp_scale, b.prepared.sharp_scale)
         largest = halvings(min(a.prepared.zoom, b.prepared.zoom))
@@ -333,7 +354,7 @@ class PairMatcher:
         results = self.recorder(
             ("polish", scales, largest, units, few),
             partial(polished, self.subpixel, scales, largest, units, few),
-            F.pad(at0, more, value=-1e6), F.pad(at1, more), a.corners,
+            F.pad(at0, more, value=-1e6), F.pad(at1, more), F.pad(found.confidence, more[2:]), a.corners,
             a.pyramid.flat, a.pyramid.table, b.pyramid.flat, b.pyramid.table,
         )  # fmt: skip
         return tuple(x[: len(at0)] for x in results)
@@ -347,25 +368,29 @@ def polished(
     few: bool,
     at0: Tensor,
     at1: Tensor,
+    scores: Tensor,
     found: Tensor,
     *tables: Tensor,
 ) -> tuple[Tensor, ...]:
     """at0, moved to what `corners` found in the cells of image 0 (rows columns 2); what `sharpen` gives; by
     how much the matches around each did not fit (n), and how far they are in image 0 (n), in pixels of the
     model's images.
-    units: of the pyramids, `tables` the rest of them; few: too few matches to tell how the images are
-    stretched."""
+    scores: n; units: of the pyramids, `tables` the rest of them; few: too few matches to tell how the images
+    are stretched."""
     first, second = Pyramid(units[0], tables[1], tables[0]), Pyramid(units[1], tables[3], tables[2])
     if few:
         same = torch.eye(2, device=at0.device).expand(len(at0), 2, 2)
         unknown = torch.full_like(at0[:, 0], torch.inf)
         return at0, *sharpen(network, first, second, scales, largest, at0, at1, same), unknown, unknown
-    told = neighbourhoods(at0, at1, rounds=REWEIGHED)
+    # Unsure matches get the map of sure ones around them, and tell nothing about each other.
+    sure = scores >= EVIDENT
+    sure = sure | (sure.sum() < FEWEST)
+    told = neighbourhoods(at0, at1, REWEIGHED, sure)
     at0, at1 = to_corners(found, at0, at1, *told[:2])
 
     def anew(at1: Tensor) -> Tensor:
         nonlocal told
-        told = neighbourhoods(at0, at1, rounds=REWEIGHED)
+        told = neighbourhoods(at0, at1, REWEIGHED, sure)
         return told[0]
 
     at1, error = sharpen(network, first, second, scales, largest, at0, at1, told[0], anew)
@@ -534,6 +559,10 @@ class Found:
         """How much speaks for it: the sum of the confidences, but for those that may be chance."""
         return float(self.scores[self.scores >= EVIDENT].sum())
 
+    def is_below(self, share: float) -> bool:
+        """Whether less speaks for it than this share of the cells there are."""
+        return self.evidence() < share * min(image.prepared.cell_count for image in self.pair)
+
     def details(self) -> Details:
         """The masks and NMI, cut to the cells that hold pixels. Those of a turned image are turned back;
         they then begin at another corner of it, which shifts them by less than a cell."""
@@ -572,7 +601,9 @@ def is_inside(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return np.all((points >= -0.5) & (points <= np.array(size) - 0.5), axis=1)
 
 
-def check_options(size: int, threshold: float | None, max_matches: int | None, rotate: str) -> None:
+def check_options(
+    size: int, threshold: float | None, max_matches: int | None, rotate: str, rescale: str = "never"
+) -> None:
     check_size(size)
     if threshold is not None and not 0 <= threshold < 1:
         raise UserError(f"threshold must be at least 0 and below 1, not {threshold}")
@@ -580,6 +611,15 @@ def check_options(size: int, threshold: float | None, max_matches: int | None, r
         raise UserError(f"max_matches must be at least 1, not {max_matches}")
     if rotate not in get_args(Rotate):
         raise UserError(f"rotate must be one of {', '.join(get_args(Rotate))}, not {rotate!r}")
+    if rescale not in get_args(Rescale):
+        raise UserError(f"rescale must be one of {', '.join(get_args(Rescale))}, not {rescale!r}")
+
+
+def least_confidence(info: WeightsInfo, threshold: float | None, polish: bool) -> float:
+    """Of a match, where a matcher was given this threshold."""
+    if threshold is not None:
+        return threshold
+    return min(POLISHED, info.config.theta_c) if polish else info.config.theta_c
 
 
 def check_tiles(tiles: Any, memory: Any) -> None:

@@ -77,9 +77,12 @@ def local_affine(points0: Tensor, points1: Tensor, rounds: int = 0) -> Tensor:
     return neighbourhoods(points0, points1, rounds)[0]
 
 
-def neighbourhoods(points0: Tensor, points1: Tensor, rounds: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def neighbourhoods(
+    points0: Tensor, points1: Tensor, rounds: int = 0, believed: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """What `local_affine` gives; by how many pixels of image 1 the neighbours do not fit (n); and how far
-    they are in image 0 (n). Infinite where there are too few, or no map is near to them."""
+    they are in image 0 (n). Infinite where there are too few, or no map is near to them.
+    believed: n, bool: which matches may be neighbours, at least FEWEST of them; None: all."""
     if len(points0) < FEWEST:
         same = torch.eye(2, device=points0.device, dtype=points0.dtype).expand(len(points0), 2, 2)
         unknown = torch.full_like(points0[:, 0], torch.inf)
@@ -87,6 +90,9 @@ def neighbourhoods(points0: Tensor, points1: Tensor, rounds: int = 0) -> tuple[T
     rows = []
     for part in torch.arange(len(points0), device=points0.device).split(AT_ONCE):
         distance = torch.cdist(points0[part], points0)
+        if believed is not None:
+            distance = torch.where(believed, distance, torch.inf)
+        distance = distance.scatter(1, part[:, None], -1.0)  # each is its own nearest, believed or not
         near = distance.topk(NEIGHBOURS + 1, dim=1, largest=False).indices[:, 1:]
         d0, d1 = (p[near] - p[part, None] for p in (points0, points1))  # m k 2
         rows.append((*fitted_affine(d0, d1, rounds), d0.norm(dim=2).mean(1)))

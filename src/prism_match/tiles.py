@@ -27,10 +27,10 @@ from prism_match.geometry import resize_matrix, warp_points
 from prism_match.images import SMALLEST, Image, ImageLike
 from prism_match.matches import Matches
 from prism_match.model.prism import CELL, STRIDE
-from prism_match.windows import INSTALL, Box, Windows, open_windows
+from prism_match.windows import INSTALL, Box, InMemory, Windows, open_windows, shrunk_mask
 
 if TYPE_CHECKING:
-    from prism_match.matcher import ImageFeatures, PairMatcher
+    from prism_match.matcher import FeaturesPair, ImageFeatures, PairMatcher, Prepared
 
 log = logging.getLogger(__name__)
 
@@ -125,19 +125,57 @@ def match_in_tiles(
             give_back_large_blocks()
     with open_windows(image0, mask0, limit) as first, open_windows(image1, mask1, limit) as second:
         side = tile_side(matcher, (first, second))
-        plain = matcher.adjusted(tiles=None, tile_memory=None, size=min(matcher.size, side), max_matches=None)
+        plain = matcher.adjusted(
+            tiles=None, tile_memory=None, size=min(matcher.size, side), rescale="never", max_matches=None
+        )
         found = coarse_pass(plain, first, second, details)
-        tiled = plain.adjusted(size=side, rotate="never")
-        for finest in scales_to_come(found) if found.support >= CONVINCING else ():
-            tiles = plan_tiles(found, side, finest)
-            if not tiles or is_the_same(tiles, found):
-                break
-            log.info("%d tiles of at most %d pixels, at %.3g of image 0", len(tiles), side, finest)
-            again = match_overlap(tiled, first, second, tiles, found, finest)
-            if again.evidence() < found.evidence():
-                break  # finer things do not match: the images show less than they have pixels
-            found = again
+        found = finer_passes(plain.adjusted(size=side), first, second, found)
         return found.matches.filter(top=matcher.max_matches)
+
+
+def match_at_other_scales(matcher: PairMatcher, pair: FeaturesPair, matches: Matches) -> Matches:
+    """What `Matcher(rescale="auto")` does with two images that have next to no matches (`matches`): each is
+    tried smaller, and what then matches is matched again as finely as both have detail."""
+    first, second = (in_memory(image.prepared) for image in pair)
+    side = max(max(image.prepared.gray.shape) for image in pair)
+    plain = matcher.adjusted(size=side, rescale="never", max_matches=None)
+    views = [View(image.box, f) for image, f in zip((first, second), pair, strict=True)]
+    regression = regression_of(plain)
+    before = Pass(resized(matches, first.size, second.size, regression), views[0].scale, views[1].scale)
+    wholes = [whole(image, READ * side) for image in (first, second)]
+    found = ScaleSearch((first, second), wholes, views, before).best_of(plain, thorough=False)
+    if found.support < CONVINCING:
+        return matches
+    found = finer_passes(plain, first, second, found)
+    if found is before:
+        return matches
+    return replace(
+        resized(found.matches, matches.size0, matches.size1, regression),
+        details=matches.details, images=matches.images,
+    )  # fmt: skip
+
+
+def in_memory(image: Prepared) -> InMemory:
+    """As large as it was kept."""
+    pixels = image.gray if image.sharp is None else image.sharp
+    height, width = pixels.shape
+    mask = None if image.mask is None else shrunk_mask(image.mask, width, height)
+    return InMemory(image.name, (width, height), mask, pixels.nbytes, Image(pixels, image.name))
+
+
+def finer_passes(matcher: PairMatcher, first: Windows, second: Windows, found: Pass) -> Pass:
+    """What was found, again as finely as both images show it, tile by tile; or as it is, where nothing is."""
+    tiled = matcher.adjusted(rotate="never", rescale="never")
+    for finest in scales_to_come(found) if found.support >= CONVINCING else ():
+        tiles = plan_tiles(found, matcher.size, finest)
+        if not tiles or is_the_same(tiles, found):
+            break
+        log.info("%d tiles of at most %d pixels, at %.3g of image 0", len(tiles), matcher.size, finest)
+        again = match_overlap(tiled, first, second, tiles, found, finest)
+        if again.evidence() < found.evidence():
+            break  # finer things do not match: the images show less than they have pixels
+        found = again
+    return found
 
 
 @cache
@@ -176,8 +214,8 @@ def coarse_pass(plain: PairMatcher, first: Windows, second: Windows, details: bo
     features = plain.extract_prepared([plain.prepare(image, keep=True) for image in wholes])
     matches = plain.match_extracted([(features[0], features[1])], details=details)[0]
     views = [View(image.box, f) for image, f in zip((first, second), features, strict=True)]
-    regression = None if plain.calibration is None else plain.calibration.matches
-    found = Pass(resized(matches, first.size, second.size, regression), views[0].scale, views[1].scale)
+    resized_matches = resized(matches, first.size, second.size, regression_of(plain))
+    found = Pass(resized_matches, views[0].scale, views[1].scale)
     if not found.is_weak():
         return found
     return ScaleSearch((first, second), wholes, views, found).best_of(plain)
@@ -204,19 +242,28 @@ class ScaleSearch:
     views: Sequence[View]  # of the images, whole
     plain: Pass  # what these have in common
 
-    def best_of(self, matcher: PairMatcher) -> Pass:
+    def best_of(self, matcher: PairMatcher, thorough: bool = True) -> Pass:
+        """thorough: all there is to try, whatever it takes; else turned images are tried at half the size."""
         best = self.plain
         upright, turning = matcher.adjusted(rotate="never"), matcher.adjusted(rotate="always")
+        turned = self if thorough else self.halved(upright)
         for tries in (
             self.smaller(upright),
-            self.smaller(turning) if matcher.rotate != "never" else (),
-            self.in_parts(upright),
+            turned.smaller(turning) if matcher.rotate != "never" else (),
+            self.in_parts(upright) if thorough else (),
         ):
             best = max([best, *tries], key=lambda found: found.support)
             if best.support >= CONVINCING:
                 break
         log.info("hardly a match: tried at other scales, best %.3g to %.3g", best.scale0, best.scale1)
         return best
+
+    def halved(self, matcher: PairMatcher) -> ScaleSearch:
+        """Of views that are half as large."""
+        prepared = [matcher.prepare(image, max(SMALLEST, matcher.size // 2)) for image in self.wholes]
+        features = matcher.extract_prepared(prepared)
+        views = [View(image.box, f) for image, f in zip(self.images, features, strict=True)]
+        return replace(self, views=views)
 
     def smaller(self, matcher: PairMatcher) -> Iterator[Pass]:
         """Each image at a half, a quarter and an eighth of its size, against the other."""
@@ -258,10 +305,13 @@ class ScaleSearch:
             to_outer(found.keypoints1, there.box, found.size1),
         ]
         scales = [wide.scale, there.scale]
+        pixels = there.box.width / found.size1[0]  # of the image that are one of what was matched
         if which == 0:
             points, scales = points[::-1], scales[::-1]
+            pixels *= there.scale / wide.scale  # what is known is known in pixels of image 0
+        certainty, sigma = enlarged(found, regression_of(matcher), pixels)
         matches = put_together(self.plain.matches, points[0], points[1], found.scores)
-        yield Pass(matches, scales[0], scales[1])
+        yield Pass(replace(matches, certainty=certainty, sigma=sigma), scales[0], scales[1])
 
 
 def whole(image: Windows, longest: float) -> Image:
@@ -290,6 +340,11 @@ def resized(
         certainty, sigma = enlarged(matches, regression, max(size1) / max(matches.size1))
         matches = replace(matches, certainty=certainty, sigma=sigma)
     return replace(matches, keypoints0=points0, keypoints1=points1, size0=size0, size1=size1, images=images)
+
+
+def regression_of(matcher: PairMatcher) -> Regression | None:
+    """What the certainties of its matches come from; None: they have none."""
+    return None if matcher.calibration is None else matcher.calibration.matches
 
 
 def enlarged(
@@ -531,8 +586,9 @@ def match_tile(matcher: PairMatcher, first: Windows, second: Windows, tile: Tile
     low, high = np.array(tile.core[:2]) - 0.5, np.array(tile.core[2:]) - 0.5
     own = np.all((points0 >= low) & (points0 < high), axis=1)
     columns = [points0, points1, found.scores[:, None], np.full((len(found), 1), number)]
-    regression = None if matcher.calibration is None else matcher.calibration.matches
-    for sign in enlarged(found, regression, max(tile.box1.width, tile.box1.height) / max(found.size1)):
+    for sign in enlarged(
+        found, regression_of(matcher), max(tile.box1.width, tile.box1.height) / max(found.size1)
+    ):
         columns.append(np.full((len(found), 1), np.nan) if sign is None else sign[:, None])
     return np.concatenate(columns, axis=1)[own]
 

@@ -83,9 +83,9 @@ class Windows:
         """What is in the box, shrunk: its width and height become `scale` times what they are, rounded."""
         width, height = (max(1, round(n * scale)) for n in (box.width, box.height))
         image = self._read(box, width, height)
-        opaque = None if image.opaque is None else _shrunk_mask(image.opaque, width, height)
+        opaque = None if image.opaque is None else shrunk_mask(image.opaque, width, height)
         if self.mask is not None:
-            looked_at = _shrunk_mask(self.mask[box.slices], width, height)
+            looked_at = shrunk_mask(self.mask[box.slices], width, height)
             opaque = looked_at if opaque is None else opaque & looked_at
         return Image(resize(image.pixels, width, height), self.name, opaque)
 
@@ -229,7 +229,8 @@ def small_cache() -> Any:
     return rasterio.Env(GDAL_CACHEMAX=GDAL_CACHE)
 
 
-def _shrunk_mask(mask: np.ndarray, width: int, height: int) -> np.ndarray:
+def shrunk_mask(mask: np.ndarray, width: int, height: int) -> np.ndarray:
+    """height width, bool."""
     return resize(mask.astype(np.float32), width, height) >= 0.5
 
 

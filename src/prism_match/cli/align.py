@@ -15,6 +15,7 @@ from prism_match.cli.options import (
     JsonOption,
     OutOption,
     PrecisionOption,
+    RescaleOption,
     RotateOption,
     SizeOption,
     ThresholdOption,
@@ -35,6 +36,7 @@ def align_command(
     size: SizeOption = None,
     threshold: ThresholdOption = None,
     rotate: RotateOption = "auto",
+    rescale: RescaleOption = "auto",
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
     weights: WeightsOption = None,
@@ -60,7 +62,7 @@ def align_command(
     # Before the model is loaded: what is wrong should not take seconds to be told.
     first, second = open_picture(image0).image, open_picture(image1).image
     folder = writable_folder(out)
-    matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate)
+    matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate, rescale=rescale)
     with busy("aligning"):
         start = time.perf_counter()
         alignment = align(first, second, matcher=matcher, model=model)

@@ -18,6 +18,7 @@ from prism_match.cli.options import (
     JsonFileOption,
     PolishOption,
     PrecisionOption,
+    RescaleOption,
     RotateOption,
     make_cluster,
 )
@@ -46,6 +47,7 @@ def evaluate(
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
     rotate: RotateOption = "auto",
+    rescale: RescaleOption = "auto",
     polish: PolishOption = True,
     own_size: Annotated[
         bool,
@@ -124,8 +126,8 @@ def evaluate(
     options = Options(
         data=data, method=method, size=size, ransac=ransac, threshold=threshold, pairs=pairs,
         seed=seed, weights=tuple(weights or ()), configs=tuple(model_config or ()), device=device,
-        precision=precision, confidence=confidence, rotate=rotate, polish=polish, own_size=own_size,
-        tiles=tiles,
+        precision=precision, confidence=confidence, rotate=rotate, rescale=rescale, polish=polish,
+        own_size=own_size, tiles=tiles,
         top=top, within=tuple(map(parse_limits, within or ())), pair_list=pair_list, snap=snap,
         depth_scale=depth_scale,
         run=Run(cache=cache, out=out, progress=True, batch=batch, cluster=cluster),

@@ -15,6 +15,7 @@ from prism_match.cli.options import (
     EngineOption,
     PolishOption,
     PrecisionOption,
+    RescaleOption,
     RotateOption,
     SamePlaceOption,
     WeightsOption,
@@ -70,6 +71,7 @@ def localize_command(
     batch: BatchOption = 1,
     weights: WeightsOption = None,
     rotate: RotateOption = "never",
+    rescale: RescaleOption = "never",
     polish: PolishOption = True,
     model_config: ConfigOption = None,
     engine: EngineOption = "local",
@@ -116,7 +118,9 @@ def localize_command(
     folder = writable_folder(out)
     if json_file is not None:
         writable_folder(json_file.parent)
-    matcher = make_matcher(weights, model_config, device, precision, size, None, rotate, polish)
+    matcher = make_matcher(
+        weights, model_config, device, precision, size, None, rotate, polish, rescale=rescale
+    )
     options = LocalizeOptions(
         top, size, max_error, min_inliers, same_place, fallback, backend, seed, batch, cluster
     )  # fmt: skip

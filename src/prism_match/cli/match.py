@@ -16,6 +16,7 @@ from prism_match.cli.options import (
     OutOption,
     PolishOption,
     PrecisionOption,
+    RescaleOption,
     RotateOption,
     SizeOption,
     ThresholdOption,
@@ -49,6 +50,7 @@ def match(
         typer.Option(help="Model that the inliers are counted for; homography also gives an overlay."),
     ] = "fundamental",
     rotate: RotateOption = "auto",
+    rescale: RescaleOption = "auto",
     polish: PolishOption = True,
     tiles: Annotated[
         bool,
@@ -99,7 +101,7 @@ def match(
         region1 = None if mask1 is None else load_mask(mask1, photo1)
     matcher = make_matcher(
         weights, model_config, device, precision, size, threshold, rotate, polish, backend,
-        "auto" if tiles else None, memory,
+        "auto" if tiles else None, memory, rescale,
     )  # fmt: skip
     folder = writable_folder(out)
     with busy("matching"):

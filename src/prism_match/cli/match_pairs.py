@@ -18,6 +18,7 @@ from prism_match.cli.options import (
     JsonFileOption,
     PolishOption,
     PrecisionOption,
+    RescaleOption,
     RotateOption,
     SizeOption,
     ThresholdOption,
@@ -55,6 +56,7 @@ def match_pairs_command(
     shard: Annotated[float, typer.Option(help="Seconds of work between two files of the store.")] = 60.0,
     weights: WeightsOption = None,
     rotate: RotateOption = "never",
+    rescale: RescaleOption = "never",
     polish: PolishOption = True,
     model_config: ConfigOption = None,
     json_file: JsonFileOption = None,
@@ -83,7 +85,7 @@ def match_pairs_command(
     from prism_match.weights import weights_info
 
     side = DEFAULT_SIZE if size is None else size
-    check_options(side, threshold, None, rotate)
+    check_options(side, threshold, None, rotate, rescale)
     for name, number in (("batch", batch), ("threads", threads)):
         if number is not None and number < 1:
             raise UserError(f"--{name} must be at least 1, not {number}")
@@ -102,10 +104,10 @@ def match_pairs_command(
         # The model is loaded by those who match: here it is enough to know which one it is.
         config = parse_config(model_config)
         info = weights_info(weights, config)
-        settings = prism_settings(info, threshold, None, rotate, polish)
+        settings = prism_settings(info, threshold, None, rotate, rescale, polish)
         matcher = MatcherSettings(
             weights, None if config is None else config.to_dict(), device, precision, side, threshold,
-            rotate=rotate, polish=polish, backend=backend,
+            rotate=rotate, rescale=rescale, polish=polish, backend=backend,
         ).to_json()  # fmt: skip
         if not info.trained:
             print("prism: the weights are untrained (random): the matches mean nothing yet", file=sys.stderr)

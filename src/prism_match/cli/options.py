@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import typer
 
-from prism_match.config import ModelConfig, Precision, Rotate, Runtime, Tiles, load_model_config
+from prism_match.config import ModelConfig, Precision, Rescale, Rotate, Runtime, Tiles, load_model_config
 from prism_match.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ BackendOption = Annotated[
 RotateOption = Annotated[
     Rotate,
     typer.Option(help="Try the second image turned by 90, 180, 270 degrees; auto: if it hardly matches."),
+]
+RescaleOption = Annotated[
+    Rescale, typer.Option(help="Try photos that hardly match at other scales, each smaller than the other.")
 ]
 PolishOption = Annotated[
     bool,
@@ -69,6 +72,7 @@ def make_matcher(
     backend: Runtime = "torch",
     tiles: Tiles | None = None,
     tile_memory: float | None = None,
+    rescale: Rescale = "never",
 ) -> Matcher:
     from prism_match.engine import Matcher
     from prism_match.matcher import DEFAULT_SIZE
@@ -81,6 +85,7 @@ def make_matcher(
         size=DEFAULT_SIZE if size is None else size,
         threshold=threshold,
         rotate=rotate,
+        rescale=rescale,
         polish=polish,
         tiles=tiles,
         tile_memory=tile_memory,

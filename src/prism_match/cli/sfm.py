@@ -16,6 +16,7 @@ from prism_match.cli.options import (
     JsonFileOption,
     PolishOption,
     PrecisionOption,
+    RescaleOption,
     RotateOption,
     SamePlaceOption,
     SizeOption,
@@ -85,6 +86,7 @@ def sfm(
     batch: PairsAtOnceOption = None,
     weights: WeightsOption = None,
     rotate: RotateOption = "never",
+    rescale: RescaleOption = "never",
     polish: PolishOption = True,
     model_config: ConfigOption = None,
     matches: StoreOption = None,
@@ -146,7 +148,16 @@ def sfm(
 
     def load_matcher() -> Any:
         return make_matcher(
-            weights, model_config, device, precision, size, threshold, rotate, polish, backend
+            weights,
+            model_config,
+            device,
+            precision,
+            size,
+            threshold,
+            rotate,
+            polish,
+            backend,
+            rescale=rescale,
         )
 
     if images.is_file():

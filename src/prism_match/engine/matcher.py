@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prism_match.config import ModelConfig, Precision, Rotate, Runtime, Tiles
+from prism_match.config import ModelConfig, Precision, Rescale, Rotate, Runtime, Tiles
 from prism_match.engine.methods import Prism
 from prism_match.engine.photos import Resize
 from prism_match.engine.run import Engine, Limits, PairLike
@@ -84,8 +84,8 @@ class Matcher(PairMatcher):
         options = SequenceOptions(again, gap, min_length, cache_mib * 2**20)
         if isinstance(frames, (str, os.PathLike)):
             frames = (frame.pixels for frame in read_frames(Path(frames)))
-        # Frames are not turned: that would be another pass of the backbone.
-        return follow(self.adjusted(rotate="never"), frames, options, progress=progress)
+        # Frames are neither turned nor shrunk: that would be another pass of the backbone.
+        return follow(self.adjusted(rotate="never", rescale="never"), frames, options, progress=progress)
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ class MatcherSettings:
     threshold: float | None = None
     max_matches: int | None = None
     rotate: Rotate = "auto"
+    rescale: Rescale = "auto"
     polish: bool = True
     tiles: Tiles | None = None
     tile_memory: float | None = None
@@ -122,7 +123,7 @@ class MatcherSettings:
             config=info.config.to_dict(), device=device,
             precision=next(name for name, dtype in DTYPES.items() if dtype == matcher.dtype),
             size=matcher.size, threshold=matcher.threshold, max_matches=matcher.max_matches,
-            rotate=matcher.rotate, polish=matcher.polish,
+            rotate=matcher.rotate, rescale=matcher.rescale, polish=matcher.polish,
             tiles=matcher.tiles, tile_memory=matcher.tile_memory, backend=matcher.backend,
         )  # fmt: skip
 

@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import cv2
 import numpy as np
 
-from prism_match.config import Rotate
+from prism_match.config import Rescale, Rotate
 from prism_match.engine.photos import Resize, scale_points
 from prism_match.errors import UserError
 from prism_match.images import Image, resize
-from prism_match.matcher import ImageFeatures, PairMatcher, Prepared
+from prism_match.matcher import ImageFeatures, PairMatcher, Prepared, least_confidence
 from prism_match.matches import Matches
 from prism_match.weights import SUBPIXEL_SHA256, WeightsInfo
 
@@ -59,16 +59,22 @@ def as_method(method: Method | PairMatcher | str) -> Method:
 
 
 def prism_settings(
-    info: WeightsInfo, threshold: float | None, max_matches: int | None, rotate: Rotate, polish: bool
+    info: WeightsInfo,
+    threshold: float | None,
+    max_matches: int | None,
+    rotate: Rotate,
+    rescale: Rescale,
+    polish: bool,
 ) -> dict[str, Any]:
     """All that PRISM's matches depend on, but for the resizing and the precision."""
     return {
         "method": "prism",
         "weights": info.sha256,
         "config": info.config.to_dict(),
-        "threshold": info.config.theta_c if threshold is None else threshold,
+        "threshold": least_confidence(info, threshold, polish),
         "max_matches": max_matches,
         "rotate": rotate,
+        "rescale": rescale,
         "polish": SUBPIXEL_SHA256 if polish else None,
         "points": "corners" if polish else "cells",
     }
@@ -86,7 +92,12 @@ class Prism:
         if matcher.backend != "torch":  # which rounds otherwise
             self.precision += f" by {matcher.backend}"
         self.settings = prism_settings(
-            matcher.info, matcher.threshold, matcher.max_matches, matcher.rotate, matcher.polish
+            matcher.info,
+            matcher.threshold,
+            matcher.max_matches,
+            matcher.rotate,
+            matcher.rescale,
+            matcher.polish,
         )
 
     def prepare(self, image: Image, resizing: Resize) -> Prepared:

@@ -9,7 +9,6 @@ that overlap by less than half: less than half of their known cells are matchabl
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -73,8 +72,8 @@ def measure_masks(
 ) -> tuple[list[list[Quality]], dict[str, str]]:
     """For each pair with matchable cells, the masks of its images that have them; and by name why others
     cannot be measured."""
-    matcher = copy.copy(matcher)  # shares the model
-    matcher.rotate, matcher.polish = "never", False  # the truth is for the images and their cells as they are
+    # The truth is for the images and their cells as they are.
+    matcher = matcher.adjusted(rotate="never", rescale="never", polish=False)
     found: list[list[Quality]] = []
     unusable: dict[str, str] = {p.name: p.problem for p in pairs if p.problem}
     usable = [p for p in pairs if not p.problem]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from prism_match.config import ModelConfig, Precision, Rotate, load_model_config
+from prism_match.config import ModelConfig, Precision, Rescale, Rotate, load_model_config
 from prism_match.engine import Matcher
 from prism_match.engine.methods import Method, Prism, TiledPrism, as_method
 from prism_match.engine.photos import Resize
@@ -32,8 +32,9 @@ class Options:
     configs: tuple[str, ...] = ()  # presets or files; none: the one in the weights
     device: str = "auto"
     precision: Precision = "auto"
-    confidence: float | None = None  # least one of a match; None: the model's theta_c
+    confidence: float | None = None  # least one of a match; None: the matcher's own
     rotate: Rotate = "auto"
+    rescale: Rescale = "auto"
     polish: bool = True
     tiles: bool = False
     own_size: bool = True  # polish at the size that photos have before they are resized, as `Matcher` does
@@ -83,6 +84,7 @@ class Options:
             threshold=least,
             config=config,
             rotate=self.rotate,
+            rescale=self.rescale,
             polish=self.polish,
         )
         if not matcher.info.trained:

@@ -77,7 +77,7 @@ def pose_validation(folder: Path, device: torch.device) -> Callable[[PRISM], dic
     def validate(model: PRISM) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as temporary:
             files = export_weights(Path(temporary) / "now.safetensors", model.state_dict(), model.config, {})
-            result = evaluate_pose(pairs, Matcher(files[0], device=device, rotate="never"))
+            result = evaluate_pose(pairs, Matcher(files[0], device=device, rotate="never", rescale="never"))
         scores = {f"auc@{k}": v for k, v in result.auc.items()}
         return {**scores, "matches": result.mean("matches"), "precision": result.mean("precision")}
 

@@ -116,14 +116,14 @@ def measure(options: SpeedOptions, after_each: Callable[[Report], None] = lambda
         for precision in options.precisions:
             matcher = Matcher(
                 options.weights, device=device, precision=precision, size=max(options.sizes),
-                rotate="never", config=options.config,
+                rotate="never", rescale="never", config=options.config,
             )  # fmt: skip
             on_cpu = device.type == "cpu" and matcher.dtype == torch.float32
             by_onnx = None
             if options.onnx_backend and on_cpu:
                 by_onnx = Matcher(
                     options.weights, device=device, precision=precision, backend="onnx",
-                    size=max(options.sizes), rotate="never", config=options.config,
+                    size=max(options.sizes), rotate="never", rescale="never", config=options.config,
                 )  # fmt: skip
             peers, skipped = open_peers(device, matcher.dtype) if options.peers else ([], {})
             for size in options.sizes:

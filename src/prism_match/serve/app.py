@@ -292,7 +292,7 @@ class Service:
             },
             "defaults": {
                 "size": own.size,
-                "threshold": own.info.config.theta_c if own.threshold is None else own.threshold,
+                "threshold": own.theta_c,
                 "rotate": own.rotate,
                 "polish": own.polish,
             },

@@ -89,7 +89,7 @@ class ConsensusPairs:
         matcher: PairMatcher,
     ) -> list[Consensus]:
         largest = max([1, *(max(photos[n].shape) for pair in pairs for n in pair)])
-        matcher = matcher.adjusted(size=largest, rotate="never", max_matches=None)
+        matcher = matcher.adjusted(size=largest, rotate="never", rescale="never", max_matches=None)
 
         def consensus(pair: tuple[int, int], matches: Matches) -> Consensus | None:
             return agreed(*pair, (views[pair[0]], views[pair[1]]), matches, self.device)
