@@ -84,7 +84,7 @@ def test_any_wrapping_gives_the_same_weights(
 def test_matches_are_the_same_after_a_round_trip(convert, tmp_path: Path, photo: np.ndarray) -> None:
     first = Matcher(config=TINY, device="cpu", rescale="never", size=160)
     convert(saved(tmp_path / "a.pt", build_model(first.info).state_dict()), "--precision", "fp32")
-    second = Matcher(tmp_path / "out.safetensors", device="cpu", size=160)
+    second = Matcher(tmp_path / "out.safetensors", device="cpu", rescale="never", size=160)
     a, b = first.match(photo, photo), second.match(photo, photo)
     assert len(a) > 20
     for name in ("keypoints0", "keypoints1", "scores"):

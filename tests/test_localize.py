@@ -773,7 +773,7 @@ def test_intrinsics_that_are_given_are_used(
     cv2.imwrite(str(queries / "a.png"), cv2.imread(str(scene.root / "images" / scene.names[2])))
     (tmp_path / "cameras.txt").write_text("a.png SIMPLE_RADIAL 160 120 149 80 60 0.01\n")
     (tmp_path / "pairs.txt").write_text(f"a.png {scene.names[1]}\na.png {scene.names[3]}\n")
-    monkeypatch.setattr("prism_match.cli.localize.make_matcher", lambda *_: None)
+    monkeypatch.setattr("prism_match.cli.localize.make_matcher", lambda *_, **__: None)
     monkeypatch.setattr("prism_match.maps.queries.Prism", lambda *_: Sift())
     result = invoke(
         "--map", scene.root, "--queries", queries, "--intrinsics", tmp_path / "cameras.txt",

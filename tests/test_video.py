@@ -127,7 +127,7 @@ def make_map(filmed, out: Path, monkeypatch, *options: str) -> dict:
     """What `prism sfm` tells of a map from the video."""
     scene, path, _ = filmed
     command = sys.modules["prism_match.cli.sfm"]  # whose name in the package is that of its function
-    monkeypatch.setattr(command, "make_matcher", lambda *_: SyntheticMatcher(scene))
+    monkeypatch.setattr(command, "make_matcher", lambda *_, **__: SyntheticMatcher(scene))
     numbers = out.with_suffix(".json")
     words = ["sfm", str(path), "-o", str(out), "--json", str(numbers), "--no-polish", *options]
     done = CliRunner().invoke(app, words)

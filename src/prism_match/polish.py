@@ -91,8 +91,8 @@ def neighbourhoods(
     for part in torch.arange(len(points0), device=points0.device).split(AT_ONCE):
         distance = torch.cdist(points0[part], points0)
         if believed is not None:
-            distance = torch.where(believed, distance, torch.inf)
-        distance = distance.scatter(1, part[:, None], -1.0)  # each is its own nearest, believed or not
+            distance.masked_fill_(~believed, torch.inf)
+        distance.scatter_(1, part[:, None], -1.0)  # each is its own nearest, believed or not
         near = distance.topk(NEIGHBOURS + 1, dim=1, largest=False).indices[:, 1:]
         d0, d1 = (p[near] - p[part, None] for p in (points0, points1))  # m k 2
         rows.append((*fitted_affine(d0, d1, rounds), d0.norm(dim=2).mean(1)))
