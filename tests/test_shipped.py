@@ -82,6 +82,24 @@ def test_a_small_shift(matcher: Matcher, photo: np.ndarray) -> None:
     assert np.median(errors) < 0.15 and (errors < 3).mean() > 0.97
 
 
+def test_a_detail_is_found_at_another_scale(matcher: Matcher) -> None:
+    """A fifth of the width of a photo, as large as all of it, in other light, and turned by a few degrees."""
+    wide = load_image(BUNDLED["motorcycle"].photos[0]).rgb
+    height, width = wide.shape[:2]
+    to_detail = np.vstack([cv2.getRotationMatrix2D((0.45 * width, 0.55 * height), 7, 5.0), [0, 0, 1]])
+    to_detail[:2, 2] += (0.05 * width, -0.05 * height)
+    detail = cv2.warpPerspective(wide, to_detail, (width, height), flags=cv2.INTER_CUBIC)
+    detail = (255 * (detail / 255.0) ** 1.3).astype(np.uint8)
+    small = matcher.adjusted(size=320)
+    right = []
+    for rescale in ("never", "auto"):
+        matches = small.adjusted(rescale=rescale).match(wide, detail)
+        errors = np.linalg.norm(warp_points(matches.keypoints0, to_detail) - matches.keypoints1, axis=1)
+        right.append(int((errors < 10).sum()))  # two pixels of the photo itself
+    assert right[1] > 100 and right[1] > 3 * right[0] and right[1] > 0.9 * len(matches), right
+    assert matches.certainty is not None and matches.certainty.mean() > 0.3
+
+
 def test_strangers_hardly_match(matcher: Matcher, photo: np.ndarray) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (30, 40), dtype=np.uint8)
     stranger = cv2.resize(noise, (320, 240), interpolation=cv2.INTER_CUBIC)

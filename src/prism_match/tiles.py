@@ -53,6 +53,7 @@ SMALL = 0.75  # of the longer side of such a part: an image no longer than this 
 # So many matches that fit one affine map are no chance; an image of which so few match, or so small a share
 # of its cells, may match better at another scale.
 CONVINCING, FEW, SHARE = 8, 16, 0.01
+LIKELY = 0.5  # to show the same place are photos of which something is found at another scale alone
 READ = 2  # times the size that whole images are matched at: as large as they are read, to be polished at
 EVIDENT = 0.2  # least score of a match that counts as evidence, as in `matcher.py`
 CONSISTENT = 3.0  # pixels, as matched, by which a match may miss the map
@@ -149,10 +150,10 @@ def match_at_other_scales(matcher: PairMatcher, pair: FeaturesPair, matches: Mat
     found = finer_passes(plain, first, second, found)
     if found is before:
         return matches
-    return replace(
-        resized(found.matches, matches.size0, matches.size1, regression),
-        details=matches.details, images=matches.images,
-    )  # fmt: skip
+    again = resized(found.matches, matches.size0, matches.size1, regression)
+    if again.same_place is not None and again.same_place < LIKELY:
+        return matches  # of so many tries one always fits best, also where there is nothing to be found
+    return replace(again, details=matches.details, images=matches.images)
 
 
 def in_memory(image: Prepared) -> InMemory:
