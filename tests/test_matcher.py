@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from prism_match import Matcher, Matches, UserError, geometry, tiles
 from prism_match import matcher as matcher_module
+from prism_match.cli.options import make_matcher
 from prism_match.config import PRESETS
 from prism_match.engine.features import held_bytes
 from prism_match.engine.methods import Prism
@@ -383,6 +384,12 @@ def test_the_least_confidence(photo: np.ndarray) -> None:
         assert matcher.theta_c == expected
         assert Prism(matcher).settings["threshold"] == expected, "cached matches are of one threshold"
         assert (matcher.match(photo, photo).scores > expected).all()
+
+
+def test_maps_are_made_of_surer_matches() -> None:
+    for threshold, for_a_map, expected in ((None, False, 0.1), (None, True, 0.2), (0.3, True, 0.3)):
+        made = make_matcher(None, "tiny", "cpu", "fp32", 64, threshold, for_a_map=for_a_map)
+        assert made.theta_c == expected
 
 
 def test_a_precision_that_a_cpu_is_slow_in_is_told(

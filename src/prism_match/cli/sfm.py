@@ -158,6 +158,7 @@ def sfm(
             polish,
             backend,
             rescale=rescale,
+            for_a_map=True,
         )
 
     if images.is_file():
