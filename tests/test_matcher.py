@@ -20,10 +20,8 @@ from hypothesis import strategies as st
 
 from prism_match import Matcher, Matches, UserError, geometry, tiles
 from prism_match import matcher as matcher_module
-from prism_match.cli.options import make_matcher
 from prism_match.config import PRESETS
 from prism_match.engine.features import held_bytes
-from prism_match.engine.methods import Prism
 from prism_match.weights import load_model, weights_info
 from prism_match.weights.store import export_weights
 
@@ -371,25 +369,6 @@ def test_only_pairs_that_hardly_match_are_tried_at_other_scales(
         assert len(matcher.match(image, image)) == 3
         list(matcher.match_many([(image, image)]))
         assert len(calls) == 2 * expected
-
-
-def test_the_least_confidence(photo: np.ndarray) -> None:
-    """That of the model, or less where matches are polished; what is asked for counts before both."""
-    options = {"device": "cpu", "size": 64, "rescale": "never", "rotate": "never"}
-    for theta_c, polish, threshold, expected in (
-        (0.2, True, None, 0.1), (0.2, False, None, 0.2), (0.05, True, None, 0.05), (0.2, True, 0.3, 0.3)
-    ):  # fmt: skip
-        config = PRESETS["tiny"].replace(theta_c=theta_c)
-        matcher = Matcher(config=config, polish=polish, threshold=threshold, **options)
-        assert matcher.theta_c == expected
-        assert Prism(matcher).settings["threshold"] == expected, "cached matches are of one threshold"
-        assert (matcher.match(photo, photo).scores > expected).all()
-
-
-def test_maps_are_made_of_surer_matches() -> None:
-    for threshold, for_a_map, expected in ((None, False, 0.1), (None, True, 0.2), (0.3, True, 0.3)):
-        made = make_matcher(None, "tiny", "cpu", "fp32", 64, threshold, for_a_map=for_a_map)
-        assert made.theta_c == expected
 
 
 def test_a_precision_that_a_cpu_is_slow_in_is_told(

@@ -48,9 +48,6 @@ DEFAULT_SIZE = 832  # longer side in pixels, the paper's size for its ablations
 # the right way up.
 EVIDENT, WEAK = 0.2, 0.005
 SPARSE = 0.01  # the same where other scales are tried: photos of one scale that share a tenth have more
-# Least confidence of a match that is polished: down to this most are right, and poses are better for the more
-# matches than there are above the model's theta_c of 0.2 (docs/benchmarks.md).
-POLISHED = 0.1
 REWEIGHED = 2  # times, by how well they fit, the matches around one that tell how image 1 is stretched there
 MOST_ZOOM = 4.0  # times the size that is matched: larger photos are polished at no more
 EXTRACTED_AT_ONCE = 2**20  # pixels: larger images fill a GPU one at a time, as all images fill a CPU
@@ -85,7 +82,7 @@ class PairMatcher:
         that are made once and kept (docs/onnx.md); "auto": that wherever it can, and PyTorch elsewhere. Its
         matches are PyTorch's but for ties and rounding.
         size: images are shrunk to this longer side before they are matched; never enlarged.
-        threshold: the least confidence of a match; None: 0.1, or without `polish` the model's own theta_c.
+        threshold: the least confidence of a match; None: the model's own theta_c.
         max_matches: only so many of the most confident ones.
         rotate: whether image 1 is also tried turned by 90, 180 and 270 degrees, of which the turn with the
         most confident matches counts; it takes four times as long. "auto": only where image 1 as it is
@@ -183,11 +180,6 @@ class PairMatcher:
             other.backend = "torch"
         other.model = other._arranged()
         return other
-
-    @property
-    def theta_c(self) -> float:
-        """The least confidence of a match."""
-        return least_confidence(self.info, self.threshold, self.polish)
 
     @property
     def precisions(self) -> list[Precision]:
@@ -304,7 +296,7 @@ class PairMatcher:
     def _match_as_they_are(self, pairs: list[FeaturesPair]) -> list[Found]:
         a, b = (stack([pair[i].features for pair in pairs]) for i in range(2))
         keep0, keep1 = (self._regions([pair[i].prepared for pair in pairs]) for i in range(2))
-        found = self.model.match(a, b, keep0, keep1, self.theta_c)
+        found = self.model.match(a, b, keep0, keep1, self.threshold)
         counts = [len(found.batch)]
         if len(pairs) > 1:
             counts = torch.bincount(found.batch, minlength=len(pairs)).tolist()
@@ -613,13 +605,6 @@ def check_options(
         raise UserError(f"rotate must be one of {', '.join(get_args(Rotate))}, not {rotate!r}")
     if rescale not in get_args(Rescale):
         raise UserError(f"rescale must be one of {', '.join(get_args(Rescale))}, not {rescale!r}")
-
-
-def least_confidence(info: WeightsInfo, threshold: float | None, polish: bool) -> float:
-    """Of a match, where a matcher was given this threshold."""
-    if threshold is not None:
-        return threshold
-    return min(POLISHED, info.config.theta_c) if polish else info.config.theta_c
 
 
 def check_tiles(tiles: Any, memory: Any) -> None:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 SIDE = 832  # pixels that the longer side of a photo counts as, so that its size does not matter
 OFF = 1.5  # of these pixels by which a match may miss its epipolar line
 ITERATIONS = 2000
-SURE = 0.2  # least score of a match that counts
 
 
 def same_place(matches: Matches) -> float:
@@ -36,8 +35,7 @@ def probability(rows: np.ndarray, weights: np.ndarray | None = None) -> np.ndarr
 
 
 def terms(matches: Matches) -> np.ndarray:
-    """What the regression weighs, of the matches above the score that it was fitted to."""
-    matches = matches.filter(min_score=SURE)
+    """What the regression weighs."""
     certainty = np.zeros(0) if matches.certainty is None else matches.certainty.astype(np.float64)
     agree = that_agree(matches)
     agreeing = certainty[agree].sum()

@@ -171,9 +171,7 @@ def collect(
     options = CollectOptions(sfm, size, min_points, max_angle=max_angle)
 
     def load_matcher() -> Any:
-        return make_matcher(
-            weights, None, device, precision, match_size, threshold, "never", backend=backend, for_a_map=True
-        )
+        return make_matcher(weights, None, device, precision, match_size, threshold, "never", backend=backend)
 
     def sweep(model: Path, images: Path, maps: Path) -> DepthCheck:
         return make_depth(model, images, maps, device=where)

@@ -119,7 +119,7 @@ def localize_command(
     if json_file is not None:
         writable_folder(json_file.parent)
     matcher = make_matcher(
-        weights, model_config, device, precision, size, None, rotate, polish, rescale=rescale, for_a_map=True
+        weights, model_config, device, precision, size, None, rotate, polish, rescale=rescale
     )
     options = LocalizeOptions(
         top, size, max_error, min_inliers, same_place, fallback, backend, seed, batch, cluster

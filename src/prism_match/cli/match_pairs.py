@@ -104,9 +104,6 @@ def match_pairs_command(
         # The model is loaded by those who match: here it is enough to know which one it is.
         config = parse_config(model_config)
         info = weights_info(weights, config)
-        threshold = (
-            info.config.theta_c if threshold is None else threshold
-        )  # as for a map: see `make_matcher`
         settings = prism_settings(info, threshold, None, rotate, rescale, polish)
         matcher = MatcherSettings(
             weights, None if config is None else config.to_dict(), device, precision, side, threshold,

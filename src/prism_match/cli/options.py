@@ -40,9 +40,7 @@ PolishOption = Annotated[
 WeightsOption = Annotated[Optional[str], typer.Option(help=f"{WEIGHTS_HELP}.")]
 OutOption = Annotated[Path, typer.Option("-o", "--out", help="Folder for the results; made if need be.")]
 SizeOption = Annotated[Optional[int], typer.Option(help="Longer side to resize to, in pixels [832].")]
-ThresholdOption = Annotated[
-    Optional[float], typer.Option(help="Least confidence of a match [see docs/match.md].")
-]
+ThresholdOption = Annotated[Optional[float], typer.Option(help="Least confidence of a match [the model's].")]
 ConfigOption = Annotated[
     Optional[str], typer.Option(help="A preset (paper, tiny, ...) or a .toml/.json file.")
 ]
@@ -75,10 +73,7 @@ def make_matcher(
     tiles: Tiles | None = None,
     tile_memory: float | None = None,
     rescale: Rescale = "never",
-    for_a_map: bool = False,
 ) -> Matcher:
-    """for_a_map: only matches above the model's own theta_c, unless told otherwise: a map, which is fitted to
-    all of them, is more exact of fewer and surer ones."""
     from prism_match.engine import Matcher
     from prism_match.matcher import DEFAULT_SIZE
 
@@ -96,8 +91,6 @@ def make_matcher(
         tile_memory=tile_memory,
         config=parse_config(model_config),
     )
-    if for_a_map and threshold is None:
-        matcher = matcher.adjusted(threshold=matcher.info.config.theta_c)
     if not matcher.info.trained:
         print("prism: the weights are untrained (random): the matches mean nothing yet", file=sys.stderr)
     return matcher

@@ -158,7 +158,6 @@ def sfm(
             polish,
             backend,
             rescale=rescale,
-            for_a_map=True,
         )
 
     if images.is_file():

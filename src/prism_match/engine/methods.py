@@ -27,7 +27,7 @@ from prism_match.config import Rescale, Rotate
 from prism_match.engine.photos import Resize, scale_points
 from prism_match.errors import UserError
 from prism_match.images import Image, resize
-from prism_match.matcher import ImageFeatures, PairMatcher, Prepared, least_confidence
+from prism_match.matcher import ImageFeatures, PairMatcher, Prepared
 from prism_match.matches import Matches
 from prism_match.weights import SUBPIXEL_SHA256, WeightsInfo
 
@@ -71,7 +71,7 @@ def prism_settings(
         "method": "prism",
         "weights": info.sha256,
         "config": info.config.to_dict(),
-        "threshold": least_confidence(info, threshold, polish),
+        "threshold": info.config.theta_c if threshold is None else threshold,
         "max_matches": max_matches,
         "rotate": rotate,
         "rescale": rescale,

@@ -32,7 +32,7 @@ class Options:
     configs: tuple[str, ...] = ()  # presets or files; none: the one in the weights
     device: str = "auto"
     precision: Precision = "auto"
-    confidence: float | None = None  # least one of a match; None: the matcher's own
+    confidence: float | None = None  # least one of a match; None: the model's theta_c
     rotate: Rotate = "auto"
     rescale: Rescale = "auto"
     polish: bool = True

@@ -292,7 +292,7 @@ class Service:
             },
             "defaults": {
                 "size": own.size,
-                "threshold": own.theta_c,
+                "threshold": own.info.config.theta_c if own.threshold is None else own.threshold,
                 "rotate": own.rotate,
                 "polish": own.polish,
             },
