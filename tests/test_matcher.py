@@ -22,6 +22,7 @@ from prism_match import Matcher, Matches, UserError, geometry, tiles
 from prism_match import matcher as matcher_module
 from prism_match.config import PRESETS
 from prism_match.engine.features import held_bytes
+from prism_match.engine.methods import prism_settings
 from prism_match.weights import load_model, weights_info
 from prism_match.weights.store import export_weights
 
@@ -369,6 +370,13 @@ def test_only_pairs_that_hardly_match_are_tried_at_other_scales(
         assert len(matcher.match(image, image)) == 3
         list(matcher.match_many([(image, image)]))
         assert len(calls) == 2 * expected
+
+
+def test_matches_at_other_scales_are_not_taken_for_those_of_one_pass() -> None:
+    info = weights_info(None, TINY)
+    never, auto = (prism_settings(info, None, None, "never", rescale, True) for rescale in ("never", "auto"))
+    assert auto == never | {"rescale": "auto"}
+    assert "rescale" not in never, "what was stored before there was a choice is still good"
 
 
 def test_a_precision_that_a_cpu_is_slow_in_is_told(

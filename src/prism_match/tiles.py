@@ -246,11 +246,10 @@ class ScaleSearch:
     def best_of(self, matcher: PairMatcher, thorough: bool = True) -> Pass:
         """thorough: all there is to try, whatever it takes; else turned images are tried at half the size."""
         best = self.plain
-        upright, turning = matcher.adjusted(rotate="never"), matcher.adjusted(rotate="always")
-        turned = self if thorough else self.halved(upright)
+        upright = matcher.adjusted(rotate="never")
         for tries in (
             self.smaller(upright),
-            turned.smaller(turning) if matcher.rotate != "never" else (),
+            self.turned(matcher, thorough) if matcher.rotate != "never" else (),
             self.in_parts(upright) if thorough else (),
         ):
             best = max([best, *tries], key=lambda found: found.support)
@@ -258,6 +257,11 @@ class ScaleSearch:
                 break
         log.info("hardly a match: tried at other scales, best %.3g to %.3g", best.scale0, best.scale1)
         return best
+
+    def turned(self, matcher: PairMatcher, thorough: bool) -> Iterator[Pass]:
+        """As `smaller`, and turned."""
+        search = self if thorough else self.halved(matcher)  # not before it is asked for
+        yield from search.smaller(matcher.adjusted(rotate="always"))
 
     def halved(self, matcher: PairMatcher) -> ScaleSearch:
         """Of views that are half as large."""

@@ -67,17 +67,18 @@ def prism_settings(
     polish: bool,
 ) -> dict[str, Any]:
     """All that PRISM's matches depend on, but for the resizing and the precision."""
-    return {
+    settings = {
         "method": "prism",
         "weights": info.sha256,
         "config": info.config.to_dict(),
         "threshold": info.config.theta_c if threshold is None else threshold,
         "max_matches": max_matches,
         "rotate": rotate,
-        "rescale": rescale,
         "polish": SUBPIXEL_SHA256 if polish else None,
         "points": "corners" if polish else "cells",
     }
+    # Matches that were stored before other scales were tried are those of "never", and still good.
+    return settings if rescale == "never" else settings | {"rescale": rescale}
 
 
 class Prism:
