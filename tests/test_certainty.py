@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from prism_match import tiles
 from prism_match.certainty import RIGHT, TERMS, Calibration, Regression, Signs, calibration_error
 from prism_match.cli import app
 from prism_match.config import PRESETS
 from prism_match.errors import UserError
 from prism_match.evaluation.bundled import BUNDLED, BundledPair
+from prism_match.geometry import resize_matrix, warp_points
 from prism_match.images import load_image
 from prism_match.locating import around
 from prism_match.matcher import PairMatcher
@@ -197,6 +200,31 @@ def test_points_are_found_where_the_homography_has_them(matcher: PairMatcher) ->
     order = np.random.default_rng(1).permutation(300)[:20]  # each for itself
     again = matcher.locate(*pair.photos, points[order])
     np.testing.assert_allclose(again.points1, found.points1[order], atol=1e-2)
+
+
+def test_points_are_found_by_what_matches_at_another_scale(
+    matcher: PairMatcher, photo: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A detail, four times as large: hardly anything of it is found at once."""
+    detail = cv2.resize(photo[200:296, 180:276], (384, 384), interpolation=cv2.INTER_CUBIC)
+    to_detail = resize_matrix(4, 4) @ np.array([[1, 0, -180], [0, 1, -200], [0, 0, 1.0]])
+
+    def known(_: PairMatcher, pair: object, matches: Matches) -> Matches:
+        """In place of a search: every sixth pixel of what is shown."""
+        at0 = np.stack(np.meshgrid(np.arange(184, 274, 6), np.arange(204, 294, 6)), axis=-1).reshape(-1, 2)
+        at1 = warp_points(at0, to_detail)
+        return replace(
+            matches, keypoints0=at0, keypoints1=at1, scores=np.full(len(at0), 0.9), certainty=None, sigma=None
+        )
+
+    monkeypatch.setattr(tiles, "match_at_other_scales", known)
+    points = np.random.default_rng(0).uniform((190, 210), (265, 285), (60, 2))
+    counts = {}
+    for rescale in ("never", "auto"):
+        found = matcher.adjusted(rescale=rescale, rotate="never").locate(photo, detail, points)
+        error = np.linalg.norm(found.points1 - warp_points(points, to_detail), axis=1)
+        counts[rescale] = int((error < 2).sum())  # half a pixel of the coarser image
+    assert counts["never"] < 20 and counts["auto"] > 50, counts
 
 
 @pytest.mark.parametrize("points", [np.zeros(3), np.zeros((2, 3)), "text", [[1, 2], [3]]])

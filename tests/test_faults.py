@@ -297,7 +297,7 @@ def test_the_server_goes_on_with_smaller_batches(
 
     monkeypatch.setattr(model, "_work", short)
     noise = np.random.default_rng(0).random((16, 48, 64), dtype=np.float32)
-    manner = Manner(0.0, "never", polish=False)
+    manner = Manner(0.0, "never", "never", polish=False)
     with caplog.at_level(logging.WARNING):
         prepared = [matcher.prepare(x) for x in noise]
         waiting = [model.submit((prepared[2 * n], prepared[2 * n + 1]), manner) for n in range(8)]

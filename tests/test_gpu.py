@@ -216,7 +216,7 @@ def test_the_servers_model_tells_its_stages_in_every_precision(photo: np.ndarray
     try:
         for precision in matcher.precisions:
             pair = (matcher.prepare(photo), matcher.prepare(photo))
-            done = thread.submit(pair, Manner(None, "never", True, precision=precision)).result(60)
+            done = thread.submit(pair, Manner(None, "never", "never", True, precision=precision)).result(60)
             assert len(done.result) > 0
             assert list(done.stages) == ["backbone", "MPMs", "matching", "refinement", "polish"]
             assert 0 < sum(done.stages.values()) <= done.took

@@ -29,7 +29,7 @@ from conftest import ASSETS
 from hostile_files import png_claiming
 from test_docs import ROOT, blocks
 
-from prism_match import Matcher, Matches, UserError, cli
+from prism_match import Matcher, Matches, UserError, cli, tiles
 from prism_match.config import PRESETS
 from prism_match.model.prism import PRISM
 from prism_match.serve import ServeSettings, check_installed
@@ -178,6 +178,14 @@ def test_a_pair_gets_the_matches_of_the_matcher(server: Running, matcher: Matche
     assert 0 < sum(seconds["stages"].values()) <= seconds["match"] <= seconds["total"]
     body = {"image0": base64.b64encode(a).decode(), "image1": base64.b64encode(b).decode()}
     same(answered(server.client.post("/v1/match", json=body)), direct)
+
+
+def test_other_scales_are_tried_for_those_who_ask(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights hardly match."""
+    monkeypatch.setattr(tiles, "match_at_other_scales", lambda matcher, pair, matches: matches.filter(top=3))
+    a, b = photo(0), photo(1)
+    for options, few in (({}, False), ({"rescale": "auto"}, True), ({"rescale": "never"}, False)):
+        assert (len(answered(server.match(a, b, **options))) == 3) == few, options
 
 
 def test_options_are_those_of_the_matcher(server: Running, matcher: Matcher) -> None:
@@ -349,6 +357,7 @@ def test_one_that_fails_does_not_take_the_others_along(
         (photo(), {"threshold": "nan"}, 422, "threshold: input should be"),
         (photo(), {"max_matches": "0"}, 422, "max_matches: input should be greater"),
         (photo(), {"rotate": "maybe"}, 422, "rotate: input should be 'auto', 'always' or 'never'"),
+        (photo(), {"rescale": "always"}, 422, "rescale: input should be 'auto' or 'never'"),
         (photo(), {"weights": "/tmp/x"}, 422, "weights: no such option; there are key0"),
         (photo(), {"geometry": "x" * 2000}, 422, "the form cannot be read"),
         (photo(), {"mask1": photo(0, 64, 64)}, 422, "the mask is 64x64 but its image image1 is 150x120"),
@@ -701,7 +710,13 @@ def test_the_page_is_made_of_files_of_ours(server: Running) -> None:
 def test_info_and_metrics(server: Running) -> None:
     info = server.client.get("/v1/info").json()
     assert info["device"] == "cpu" and info["weights"]["trained"] is False
-    assert info["defaults"] == {"size": 128, "threshold": 0.0, "rotate": "never", "polish": True}
+    assert info["defaults"] == {
+        "size": 128,
+        "threshold": 0.0,
+        "rotate": "never",
+        "rescale": "never",
+        "polish": True,
+    }
     assert info["precisions"][0] == "fp32" and info["examples"][0]["name"] == "astronaut"
     assert info["limits"]["bytes"] == 2**20 and info["limits"]["pixels"] == 10**6
     assert str(ROOT) not in json.dumps(info)

@@ -152,9 +152,20 @@ class PairMatcher:
         return locating.locate(self, image0, image1, points)
 
     def found(self, image0: ImageLike, image1: ImageLike) -> Found:
-        """The polished matches of two images, before they become `Matches`."""
-        pair = tuple(self.extract([image0, image1]))
-        return self._best([pair])[0]  # type: ignore[list-item]
+        """The polished matches of two images, before they become `Matches`. Of those that were found at other
+        scales only the place and the confidence is known."""
+        first, second = self.extract([image0, image1])
+        found = self._best([(first, second)])[0]
+        matches = self._finish(found, details=False)
+        again = self._rescaled((first, second), found, matches)
+        if again is matches:
+            return found
+        points = (
+            image.prepared.from_original(at)
+            for image, at in ((first, again.keypoints0), (second, again.keypoints1))
+        )
+        at0, at1, scores = (torch.from_numpy(x).to(self.device) for x in (*points, again.scores))
+        return Found((first, second), at0, at1, scores, found.batch, found.number, exact=True)
 
     def adjusted(self, **options: Any) -> Self:
         """Another one of the same model, of which nothing is loaded or copied. options: those of `size`,
@@ -265,13 +276,17 @@ class PairMatcher:
         """Of pairs of equal padded sizes."""
         results = []
         for pair, found in zip(pairs, self._best(pairs), strict=True):
-            matches = self._finish(found, details)
-            if self.rescale == "auto" and found.is_below(SPARSE):
-                from prism_match.tiles import match_at_other_scales
-
-                matches = match_at_other_scales(self, pair, matches)
+            matches = self._rescaled(pair, found, self._finish(found, details))
             results.append(matches.filter(top=self.max_matches))
         return results
+
+    def _rescaled(self, pair: FeaturesPair, found: Found, matches: Matches) -> Matches:
+        """What was found, or where that is next to nothing, what is found at other scales."""
+        if self.rescale == "never" or not found.is_below(SPARSE):
+            return matches
+        from prism_match.tiles import match_at_other_scales
+
+        return match_at_other_scales(self, pair, matches)
 
     @torch.inference_mode()
     def _best(self, pairs: list[FeaturesPair]) -> list[Found]:

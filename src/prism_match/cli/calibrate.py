@@ -31,7 +31,7 @@ def calibrate(
     if out.suffix != ".json":
         raise UserError(f"{out}: a calibration is a .json file")
     logging.basicConfig(format="%(message)s")
-    matcher = PairMatcher(weights, device=device)
+    matcher = PairMatcher(weights, device=device, rescale="never")
     options = SourceOptions(photos=photos, worlds=True, compile=False)
     sources = [weighted.source for weighted in make_sources(options, matcher.device)]
     found = fit(matcher, sources, CalibrationConfig(pairs=pairs))

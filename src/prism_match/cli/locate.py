@@ -12,6 +12,7 @@ import typer
 from prism_match.cli.options import (
     DeviceOption,
     PrecisionOption,
+    RescaleOption,
     RotateOption,
     SizeOption,
     WeightsOption,
@@ -29,6 +30,7 @@ def locate(
     weights: WeightsOption = None,
     size: SizeOption = None,
     rotate: RotateOption = "auto",
+    rescale: RescaleOption = "auto",
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
 ) -> None:
@@ -42,7 +44,7 @@ def locate(
     if out.suffix.lower() != ".csv":
         raise UserError(f"{out}: the result is a .csv file")
     given = read_points(points)
-    matcher = make_matcher(weights, None, device, precision, size, None, rotate)
+    matcher = make_matcher(weights, None, device, precision, size, None, rotate, rescale=rescale)
     found = matcher.locate(image0, image1, given)
     with atomic_path(out) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)

@@ -12,6 +12,7 @@ from prism_match.cli.options import (
     DeviceOption,
     PolishOption,
     PrecisionOption,
+    RescaleOption,
     RotateOption,
     SizeOption,
     ThresholdOption,
@@ -43,6 +44,7 @@ def serve(
     size: SizeOption = None,
     threshold: ThresholdOption = None,
     rotate: RotateOption = "auto",
+    rescale: RescaleOption = "auto",
     polish: PolishOption = True,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
@@ -69,7 +71,9 @@ def serve(
         host, port, token or None, places, batch, timeout, max_mib, max_megapixels, max_size,
         features_mib, features_seconds,
     )  # fmt: skip
-    matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate, polish, backend)
+    matcher = make_matcher(
+        weights, model_config, device, precision, size, threshold, rotate, polish, backend, rescale=rescale
+    )
     serve(matcher, settings)
 
 
@@ -79,6 +83,7 @@ def page(
     size: SizeOption = None,
     threshold: ThresholdOption = None,
     rotate: RotateOption = "auto",
+    rescale: RescaleOption = "auto",
     polish: PolishOption = True,
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
@@ -99,5 +104,7 @@ def page(
 
     check_installed()
     settings = ServeSettings() if port is None else ServeSettings(port=port)
-    matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate, polish, backend)
+    matcher = make_matcher(
+        weights, model_config, device, precision, size, threshold, rotate, polish, backend, rescale=rescale
+    )
     serve(matcher, settings, any_port=port is None, browser=browser)

@@ -14,6 +14,7 @@ from prism_match.cli.options import (
     DeviceOption,
     JsonOption,
     PrecisionOption,
+    RescaleOption,
     RotateOption,
     SizeOption,
     ThresholdOption,
@@ -36,6 +37,7 @@ def stitch_command(
     size: SizeOption = None,
     threshold: ThresholdOption = None,
     rotate: RotateOption = "never",
+    rescale: RescaleOption = "never",
     device: DeviceOption = "auto",
     precision: PrecisionOption = "auto",
     weights: WeightsOption = None,
@@ -61,7 +63,9 @@ def stitch_command(
     writable_folder(out.parent)
     panorama = stitch(
         files, options,
-        lambda: make_matcher(weights, model_config, device, precision, size, threshold, rotate),
+        lambda: make_matcher(
+            weights, model_config, device, precision, size, threshold, rotate, rescale=rescale
+        ),
         progress=not as_json,
     )  # fmt: skip
     write_panorama(out, panorama.pixels)

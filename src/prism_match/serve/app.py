@@ -183,6 +183,7 @@ class Service:
         manner = Manner(
             own.threshold if options.threshold is None else options.threshold,
             options.rotate or own.rotate,
+            options.rescale or own.rescale,
             own.polish if options.polish is None else options.polish,
             options.details,
             options.precision or self.matcher.precisions[0],
@@ -263,7 +264,7 @@ class Service:
             return matcher.prepare(image, options.size), thumbnail(image.rgb)
 
         prepared, small = await self.in_thread(prepare)
-        manner = Manner(self.matcher.threshold, self.matcher.rotate, polish=True)
+        manner = Manner(self.matcher.threshold, self.matcher.rotate, self.matcher.rescale, polish=True)
         done = await asyncio.wrap_future(self.model.submit((prepared,), manner))
         key, size = self.kept.add(Kept(done.result, small))
         values = {
@@ -294,6 +295,7 @@ class Service:
                 "size": own.size,
                 "threshold": own.info.config.theta_c if own.threshold is None else own.threshold,
                 "rotate": own.rotate,
+                "rescale": own.rescale,
                 "polish": own.polish,
             },
             "limits": {

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from prism_match.config import Precision, Rotate
+from prism_match.config import Precision, Rescale, Rotate
 from prism_match.errors import UserError
 from prism_match.matcher import DTYPES, ImageFeatures, PairMatcher, Prepared, group_by
 from prism_match.matches import Matches
@@ -30,6 +30,7 @@ class Manner:
 
     threshold: float | None
     rotate: Rotate
+    rescale: Rescale
     polish: bool
     details: bool = False
     precision: Precision | None = None  # None: the server's own

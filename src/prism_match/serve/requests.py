@@ -15,7 +15,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
-from prism_match.config import Rotate, parse_json
+from prism_match.config import Rescale, Rotate, parse_json
 from prism_match.serve.refusal import Gone, Refused
 
 Options = TypeVar("Options", bound=BaseModel)
@@ -53,6 +53,9 @@ class MatchOptions(BaseModel):
     rotate: Annotated[
         Rotate | None, Field(description="Try the second image turned by 90, 180 and 270 degrees.")
     ] = None
+    rescale: Annotated[Rescale | None, Field(description="Try images that hardly match at other scales.")] = (
+        None
+    )
     polish: Annotated[bool | None, Field(description="Make matches exact at the images' own size.")] = None
     precision: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
