@@ -210,6 +210,19 @@ def test_import_is_light() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize(("own", "few"), [({}, True), ({"OMP_WAIT_POLICY": "active"}, False)])
+def test_threads_that_wait_leave_their_cores_to_others(own: dict[str, str], few: bool) -> None:
+    """Unless the user has chosen otherwise."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    told = subprocess.run(
+        [sys.executable, "-m", "prism_match", "info"],
+        env=clean | own | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    if "GOMP_SPINCOUNT" not in told.stderr:
+        pytest.skip("this PyTorch has another OpenMP than GNU's")
+    assert ("GOMP_SPINCOUNT = '1000'" in told.stderr) == few
+
+
 def test_match_in_tiles(prism, tmp_path: Path) -> None:
     options = ["--size", "96", "--threshold", "0", "--device", "cpu", "--rotate", "never", "--tiles"]
     code, text, _ = prism(

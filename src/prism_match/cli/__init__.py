@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -69,7 +70,17 @@ def one_line(error: Exception | str) -> str:
     return "".join(c if c.isprintable() else "?" for c in str(error))
 
 
+def let_others_work() -> None:
+    """Threads of OpenMP that wait for each other keep their cores busy for milliseconds, so that two programs
+    at once take many times as long as one after the other. With so few turns as this (what GNU's OpenMP takes
+    where it has more threads than cores) they give their cores away; a program that is alone hardly notices.
+    PyTorch reads it when it is loaded."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def main() -> None:
+    let_others_work()
     try:
         app(prog_name="prism")  # also as `python -m prism_match`, so that its completion is that of `prism`
     except UserError as error:
