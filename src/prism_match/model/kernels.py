@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 SCORES = 2**20  # of `attend_by_rows`, for each thread: what its caches hold
 PIECE, PIECE_STEP = 512, 64  # rows of `in_pieces`, and of the last one a multiple of
+ROW_STEP = 256  # the same of `attend_by_rows`, unless there are no more than this
 
 
 def is_power_of_two(n: int) -> bool:
@@ -221,11 +222,13 @@ def attend_by_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     (batch, heads, n, dim), m = query.shape, key.shape[2]
     if n == 0 or m == 0:
         return torch.zeros_like(query)
-    keys = m + -m % (PIECE_STEP if m <= PIECE else 2 * PIECE_STEP)  # see `in_pieces`
-    query = F.pad(query, (0, 0, 0, -n % PIECE_STEP))
+    # Few numbers of rows and keys: see `in_pieces`.
+    keys = m + -m % (PIECE_STEP if m <= PIECE else 2 * PIECE_STEP)
+    most = max(SCORES * torch.get_num_threads() // keys // PIECE_STEP, 1) * PIECE_STEP
+    step = min(most, PIECE_STEP if n <= ROW_STEP else ROW_STEP)
+    query = F.pad(query, (0, 0, 0, -n % step))
+    rows = min(most // step * step, PIECE, query.shape[2])
     key, value = F.pad(key.mT * dim**-0.5, (0, keys - m)), F.pad(value, (0, 0, 0, keys - m))
-    rows = SCORES * torch.get_num_threads() // keys // PIECE_STEP * PIECE_STEP
-    rows = min(max(rows, PIECE_STEP), PIECE, query.shape[2])
     scores, result = query.new_empty(rows, keys), torch.empty_like(query)
     for at in product_of(range(batch), range(heads)):
         for a in range(0, query.shape[2], rows):
