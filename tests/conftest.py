@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import cv2
@@ -47,3 +49,15 @@ def needs_shared(path: str) -> Path:
     if not (SHARED / path).exists():
         pytest.skip(f"real data is not here: {path}")
     return SHARED / path
+
+
+def held_by_another_process(code: str) -> list[int]:
+    """MiB that a new process says it has, once or several times: `has()` is what it has, `had()` the most."""
+    helper = """
+def _of(name):
+    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(lines[name].split()[0]) // 1024
+has, had = lambda: print(_of("VmRSS")), lambda: print(_of("VmHWM"))
+"""
+    done = subprocess.run([sys.executable, "-c", helper + code], capture_output=True, text=True, check=True)
+    return [int(line) for line in done.stdout.split()]

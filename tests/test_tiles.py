@@ -4,9 +4,6 @@ of very different scale are matched."""
 from __future__ import annotations
 
 import math
-import platform
-import subprocess
-import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +13,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from conftest import held_by_another_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -486,40 +484,6 @@ def test_a_file_of_windows_is_not_read_whole(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(windows, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"by windows it can be read: pip install 'prism-match\[geo\]'"):
         open_windows(path, None, 2**28)
-
-
-def held_by_another_process(code: str) -> list[int]:
-    """MiB that a new process says it has, once or several times: `has()` is what it has, `had()` the most."""
-    helper = """
-def _of(name):
-    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
-    return int(lines[name].split()[0]) // 1024
-has, had = lambda: print(_of("VmRSS")), lambda: print(_of("VmHWM"))
-"""
-    done = subprocess.run([sys.executable, "-c", helper + code], capture_output=True, text=True, check=True)
-    return [int(line) for line in done.stdout.split()]
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="is about glibc's malloc")
-def test_what_tiles_have_freed_goes_back_to_the_system() -> None:
-    before, after = held_by_another_process(
-        """
-import random
-import torch
-from prism_match.tiles import give_back_large_blocks
-give_back_large_blocks()
-torch.ones(7 * 2**20)
-has()
-draw = random.Random(0)
-live = []
-for _ in range(60):  # of 1 to 28 MiB, in no order, and small ones between them that stay
-    live.append([torch.ones(draw.randrange(2**18, 7 * 2**20)), torch.ones(20000)])
-    live[draw.randrange(len(live))][0] = None
-live = [small for _, small in live]
-has()
-"""
-    )
-    assert after < before + 60
 
 
 def test_reading_by_windows_keeps_little(tmp_path: Path) -> None:

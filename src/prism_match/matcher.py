@@ -26,6 +26,7 @@ from prism_match.errors import UserError
 from prism_match.images import Image, ImageLike, load_image, load_mask, resize
 from prism_match.locating import Located
 from prism_match.matches import Details, Matches
+from prism_match.memory import give_back_holes
 from prism_match.model.fast import AutocastPRISM, FastPRISM, arranged
 from prism_match.model.prism import CELL, STRIDE, Features, PairMatches
 from prism_match.model.recorder import Recorder, round_count
@@ -77,7 +78,8 @@ class PairMatcher:
     ):
         """weights: a .safetensors file, or `hf:OWNER/REPO[@REVISION][:FILE]` for one on the Hugging Face Hub;
         None: those that ship in the package.
-        precision: "auto" is bf16 on a GPU that has it and fp32 elsewhere.
+        precision: "auto" is bf16 on a GPU, or a CPU of the x86 kind, that has instructions for it, and fp32
+        elsewhere and with onnxruntime.
         backend: what runs the model; "onnx": on a CPU in fp32 onnxruntime, which is faster there, of graphs
         that are made once and kept (docs/onnx.md); "auto": that wherever it can, and PyTorch elsewhere. Its
         matches are PyTorch's but for ties and rounding.
@@ -104,7 +106,7 @@ class PairMatcher:
         self.rotate, self.rescale, self.polish = rotate, rescale, polish
         self.tiles, self.tile_memory = tiles, tile_memory
         self.device = find_device(device)
-        self.dtype = find_dtype(precision, self.device)
+        self.dtype = find_dtype(precision, self.device, backend)
         self.size, self.threshold, self.max_matches = size, threshold, max_matches
         self.info = weights_info(weights, config)
         self.calibration = find_calibration(calibration, self.info)
@@ -278,6 +280,8 @@ class PairMatcher:
         for pair, found in zip(pairs, self._best(pairs), strict=True):
             matches = self._rescaled(pair, found, self._finish(found, details))
             results.append(matches.filter(top=self.max_matches))
+        if self.device.type == "cpu":
+            give_back_holes()
         return results
 
     def _rescaled(self, pair: FeaturesPair, found: Found, matches: Matches) -> Matches:
@@ -673,9 +677,13 @@ def warn_of_metal() -> None:
     log.warning('mps: untested; compare the matches with those of device="cpu" before you rely on them')
 
 
-def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+def find_dtype(precision: Precision, device: torch.device, backend: Runtime = "torch") -> torch.dtype:
     if precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+        if device.type == "cuda":
+            quick = torch.cuda.is_bf16_supported()
+        else:
+            quick = device.type == "cpu" and backend != "onnx" and has_instructions("bf16") is True
+        return torch.bfloat16 if quick else torch.float32
     if precision not in DTYPES:
         raise UserError(f"precision must be auto, fp32, bf16 or fp16, not {precision!r}")
     if device.type == "cpu" and has_instructions(precision) is False:

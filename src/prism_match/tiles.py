@@ -8,13 +8,10 @@ not the area of the images; what costs memory is one pair of tiles.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
-import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -26,6 +23,7 @@ from prism_match.errors import UserError
 from prism_match.geometry import resize_matrix, warp_points
 from prism_match.images import SMALLEST, Image, ImageLike
 from prism_match.matches import Matches
+from prism_match.memory import give_back_large_blocks
 from prism_match.model.prism import CELL, STRIDE
 from prism_match.windows import INSTALL, Box, InMemory, Windows, open_windows, shrunk_mask
 
@@ -59,8 +57,6 @@ EVIDENT = 0.2  # least score of a match that counts as evidence, as in `matcher.
 CONSISTENT = 3.0  # pixels, as matched, by which a match may miss the map
 WHOLE = 256  # MiB of pixels: larger files are read by windows where no memory is given
 AT_EDGE = 2  # cells from the border of a tile: matches there tell that the overlap goes on
-# Bytes of a block that goes back to the system as soon as it is free, and the parameter of glibc's `mallopt`.
-GIVEN_BACK, MMAP_THRESHOLD = 2**20, -3
 
 Points: TypeAlias = np.ndarray  # n 2
 
@@ -177,15 +173,6 @@ def finer_passes(matcher: PairMatcher, first: Windows, second: Windows, found: P
             break  # finer things do not match: the images show less than they have pixels
         found = again
     return found
-
-
-@cache
-def give_back_large_blocks() -> None:
-    """On a CPU tensors are blocks of `malloc`. glibc keeps free ones of up to 32 MiB, and tiles of many sizes
-    leave holes that the next ones do not fit into: 0.8 GiB more after eight pairs. From now on this process
-    gives large ones back, which takes a seventh more time; so only where someone has set a limit."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, GIVEN_BACK)
 
 
 def tile_side(matcher: PairMatcher, images: Sequence[Windows]) -> int:
