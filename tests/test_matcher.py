@@ -392,6 +392,21 @@ def test_a_precision_that_a_cpu_is_slow_in_is_told(
         assert len(caplog.records) == told
 
 
+@pytest.mark.parametrize(("instructions", "quick"), [(True, "bf16"), (False, "fp32"), (None, "fp32")])
+def test_auto_is_the_precision_that_a_cpu_has_instructions_for(
+    instructions: bool | None, quick: str, monkeypatch: pytest.MonkeyPatch, photo: np.ndarray
+) -> None:
+    """But for onnxruntime, which computes in fp32; None: nobody can tell."""
+    monkeypatch.setattr(matcher_module, "has_instructions", lambda name: name == "fp32" or instructions)
+    matcher = Matcher(config=TINY, device="cpu", rescale="never")
+    dtype = matcher_module.DTYPES[quick]
+    assert matcher.dtype == dtype and matcher.precisions[0] == quick
+    assert matcher.extract([photo[:64, :64]])[0].features.coarse.dtype == dtype
+    for backend in ("onnx", "auto"):
+        expected = torch.float32 if backend == "onnx" else dtype
+        assert matcher_module.find_dtype("auto", torch.device("cpu"), backend) == expected
+
+
 def test_black_images_and_strangers_are_no_error(matcher: Matcher) -> None:
     strict = Matcher(config=TINY, device="cpu", rescale="never", threshold=0.5)
     black = np.zeros((64, 64), np.uint8)

@@ -31,6 +31,7 @@ pytest.importorskip("onnxruntime")
 GRAPHS = {part: part.encode() * 999 for part in backend.PARTS}  # stand in for real ones
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
+    "precision": "fp32",
     "size": 128,
     "rotate": "never",
     "rescale": "never",
@@ -142,7 +143,7 @@ def test_turned_and_polished(by_torch: Matcher, by_onnx: Matcher) -> None:
 @pytest.mark.slow
 def test_tiles_and_points(cache: Path) -> None:
     pair = ASSETS / "astronaut0.jpg", ASSETS / "astronaut1.jpg"
-    matchers = [Matcher(backend=name, device="cpu", size=256) for name in ("onnx", "torch")]
+    matchers = [Matcher(backend=name, device="cpu", precision="fp32", size=256) for name in ("onnx", "torch")]
     found, expected = (m.adjusted(tiles="auto").match(*pair) for m in matchers)
     assert abs(len(found) - len(expected)) <= 0.02 * len(expected)
     points = np.array([[200.0, 150.0], [260.0, 120.0]])

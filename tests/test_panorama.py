@@ -166,7 +166,7 @@ def test_photos_that_share_nothing_are_told(photos, tmp_path):
 
 
 def test_the_command_names_what_it_leaves_out(photos, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "make_matcher", lambda *_: Turning())
+    monkeypatch.setattr(command, "make_matcher", lambda *_, **__: Turning())
     out = tmp_path / "new" / "wide.jpg"
     done = CliRunner().invoke(app, ["stitch", str(photos), "-o", str(out)])
     assert done.exit_code == 0, done.output

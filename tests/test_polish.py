@@ -171,9 +171,9 @@ def test_large_photos_are_polished_at_their_own_size(photo: np.ndarray, size: in
 def test_the_matcher_polishes_unless_told_not_to(photo: np.ndarray) -> None:
     config = PRESETS["tiny"].replace(theta_c=0.0)
     plain, polished = (
-        Matcher(config=config, device="cpu", rescale="never", size=512, rotate="never", polish=p).match(
-            photo, photo
-        )
+        Matcher(
+            config=config, device="cpu", precision="fp32", rescale="never", size=512, rotate="never", polish=p
+        ).match(photo, photo)
         for p in (False, True)
     )
     cells, others = ({tuple(p) for p in np.floor((m.keypoints0 + 0.5) / 8)} for m in (plain, polished))

@@ -88,8 +88,9 @@ def wait_for(condition: Callable[[], Any], seconds: float = 10) -> None:
 @pytest.fixture(scope="module")
 def matcher() -> Matcher:
     return Matcher(
-        config=PRESETS["tiny"].replace(theta_c=0.0), device="cpu", rescale="never", size=128, rotate="never"
-    )
+        config=PRESETS["tiny"].replace(theta_c=0.0), device="cpu", precision="fp32", size=128,
+        rotate="never", rescale="never",
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

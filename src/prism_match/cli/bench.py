@@ -22,7 +22,10 @@ def bench(
     sizes: Annotated[
         Optional[str], typer.Option(help="Longer sides in pixels [640,832,1152,1600; --range 320 to 4096].")
     ] = None,
-    precisions: Annotated[str, typer.Option(help="Of auto, fp32, bf16, fp16; several by commas.")] = "auto",
+    precisions: Annotated[
+        Optional[str],
+        typer.Option(help="Of auto, fp32, bf16, fp16; several by commas [auto; with onnxruntime fp32]."),
+    ] = None,
     device: DeviceOption = "auto",
     peers: Annotated[
         bool,
@@ -77,10 +80,11 @@ def bench(
             writable_folder(file.parent)
     if plot is not None:
         check_plot(plot)
+    usual = "fp32" if onnx or onnx_backend else "auto"
     options = SpeedOptions(
         photos=(image0, image1) if image0 is not None and image1 is not None else None,
         sizes=parse_sizes(sizes) if sizes is not None else RANGE if whole_range else SIZES,
-        precisions=parse_precisions(precisions),
+        precisions=parse_precisions(usual if precisions is None else precisions),
         device=device, peers=peers, repeats=repeats or 0, batch=batch or 0, whole_range=whole_range,
         onnx=onnx, onnx_backend=onnx_backend, weights=weights, config=parse_config(model_config),
     )  # fmt: skip

@@ -29,7 +29,7 @@ def info(
     """
     import torch
 
-    from prism_match.matcher import find_device
+    from prism_match.matcher import find_device, find_dtype
     from prism_match.weights import MODEL_CARD, SHIPPED, build_model, weights_info
 
     known = weights_info(file or weights, parse_config(model_config))
@@ -41,6 +41,7 @@ def info(
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "precision": str(find_dtype("auto", device)).removeprefix("torch."),
         "weights": str(known.path) if known.path else "none (random, untrained)",
         "sha256": known.sha256,
         "parameters": sum(stored[name].numel() for name, _ in model.named_parameters()),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WEIGHTS_HELP = "A .safetensors file, or hf:OWNER/REPO[@REVISION][:FILE] [the shipped weights]"
 
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, or mps (untested).")]
-PrecisionOption = Annotated[Precision, typer.Option(help="auto: bf16 on a GPU, fp32 elsewhere.")]
+PrecisionOption = Annotated[Precision, typer.Option(help="auto: bf16 where the device has it, else fp32.")]
 BackendOption = Annotated[
     Runtime,
     typer.Option(help="PyTorch, or on a CPU onnxruntime (extra: onnx); auto: that, where it can."),
