@@ -1,12 +1,14 @@
 """Long runs, and the memory that they hold: it must not grow.
 
-python benchmarks/endurance.py                               5,000 pairs, 2,000 photos
+python benchmarks/endurance.py              5,000 pairs, 2,000 photos, 160 pairs of many sizes
 python benchmarks/endurance.py --pairs 500 --photos 200
 
 Through one `Matcher`: pairs of photos of many sizes, from files and from memory, some of them damaged, each
 photo in a few pairs. Through `prism sfm --matches-only`: a folder of photos, each matched with the next. Both
 by a tiny untrained model at a small size, so that it takes minutes on a core: what is kept and forgotten, by
-the engine, the cache, the decoders and the store, does not depend on the model. Memory is looked at twenty
+the engine, the cache, the decoders and the store, does not depend on the model. What the libraries below keep
+does, and on how many sizes of photos they see: pairs of the bundled photos, cut to a size of their own each,
+by the shipped model on a CPU, which may grow twice as much: caches fill. Memory is looked at twenty
 times; the first two tenths are for warming up. Exit code 1: it grew by more than --mib afterwards.
 """
 
@@ -27,6 +29,8 @@ import torch
 
 from prism_match import Matcher, UserError, cli
 from prism_match.config import PRESETS
+from prism_match.evaluation.bundled import BUNDLED
+from prism_match.images import load_image
 
 SIZES = ((64, 48), (48, 64), (80, 64), (64, 64), (96, 64))
 
@@ -37,6 +41,7 @@ def main() -> None:
     )
     parser.add_argument("--pairs", type=int, default=5000)
     parser.add_argument("--photos", type=int, default=2000)
+    parser.add_argument("--varied", type=int, default=160, help="pairs of many sizes")
     parser.add_argument("--mib", type=float, default=32.0, help="growth that is too much")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -53,6 +58,10 @@ def main() -> None:
         watch = Watch(f"{args.photos} photos through sfm --matches-only", args.photos - 1)
         folder_of_photos(folder / "b", folder / "out", watch)
         grown.append(watch.tell())
+    watch = Watch(f"{args.varied} pairs of many sizes", args.varied)
+    for n in many_sizes(args.varied):
+        watch.look(n)
+    grown.append(watch.tell() / 2)
     sys.exit(1 if max(grown) > args.mib else 0)
 
 
@@ -122,6 +131,15 @@ def many_pairs(matcher: Matcher, folder: Path, count: int) -> Iterator[int]:
         except UserError:
             continue
         raise RuntimeError("a damaged photo was matched")
+
+
+def many_sizes(count: int) -> Iterator[int]:
+    matcher = Matcher(size=320, device="cpu", rotate="never", rescale="never")
+    photos = [load_image(path).gray for path in BUNDLED["astronaut"].photos]
+    rng = np.random.default_rng(0)
+    for n in range(count):
+        matcher.match(*(photo[: rng.integers(256, 513), : rng.integers(256, 513)] for photo in photos))
+        yield n + 1
 
 
 def folder_of_photos(folder: Path, out: Path, watch: Watch) -> None:
