@@ -8,8 +8,9 @@ photo in a few pairs. Through `prism sfm --matches-only`: a folder of photos, ea
 by a tiny untrained model at a small size, so that it takes minutes on a core: what is kept and forgotten, by
 the engine, the cache, the decoders and the store, does not depend on the model. What the libraries below keep
 does, and on how many sizes of photos they see: pairs of the bundled photos, cut to a size of their own each,
-by the shipped model on a CPU, which may grow twice as much: caches fill. Memory is looked at twenty
-times; the first two tenths are for warming up. Exit code 1: it grew by more than --mib afterwards.
+by the shipped model on a CPU. Memory is looked at twenty times; the first two tenths are for warming up. Exit
+code 1: it grew by more than --mib afterwards; with many sizes, for which those libraries fill their caches,
+by more than twice as much.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main() -> None:
     watch = Watch(f"{args.varied} pairs of many sizes", args.varied)
     for n in many_sizes(args.varied):
         watch.look(n)
-    grown.append(watch.tell() / 2)
+    grown.append(watch.tell() / 2)  # see above
     sys.exit(1 if max(grown) > args.mib else 0)
 
 

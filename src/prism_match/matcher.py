@@ -158,8 +158,10 @@ class PairMatcher:
         scales only the place and the confidence is known."""
         first, second = self.extract([image0, image1])
         found = self._best([(first, second)])[0]
+        if not self._is_sparse(found):
+            return found
         matches = self._finish(found, details=False)
-        again = self._rescaled((first, second), found, matches)
+        again = self._at_other_scales((first, second), matches)
         if again is matches:
             return found
         points = (
@@ -278,16 +280,19 @@ class PairMatcher:
         """Of pairs of equal padded sizes."""
         results = []
         for pair, found in zip(pairs, self._best(pairs), strict=True):
-            matches = self._rescaled(pair, found, self._finish(found, details))
+            matches = self._finish(found, details)
+            if self._is_sparse(found):
+                matches = self._at_other_scales(pair, matches)
             results.append(matches.filter(top=self.max_matches))
         if self.device.type == "cpu":
             give_back_holes()
         return results
 
-    def _rescaled(self, pair: FeaturesPair, found: Found, matches: Matches) -> Matches:
-        """What was found, or where that is next to nothing, what is found at other scales."""
-        if self.rescale == "never" or not found.is_below(SPARSE):
-            return matches
+    def _is_sparse(self, found: Found) -> bool:
+        """Whether other scales should be tried."""
+        return self.rescale == "auto" and found.is_below(SPARSE)
+
+    def _at_other_scales(self, pair: FeaturesPair, matches: Matches) -> Matches:
         from prism_match.tiles import match_at_other_scales
 
         return match_at_other_scales(self, pair, matches)
