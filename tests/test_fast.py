@@ -211,7 +211,7 @@ def test_winograds_way_is_a_convolution(at_once: int, slope: float, monkeypatch:
 def wide(monkeypatch: pytest.MonkeyPatch) -> PRISM:
     """A model that is wide enough for it, on whatever machine."""
     monkeypatch.setattr("prism_match.model.fast.is_worth_it", lambda device: True)
-    monkeypatch.setattr("prism_match.model.fast.has_amx", lambda: False)
+    monkeypatch.setattr("prism_match.model.fast.cpu_has_bf16", lambda: False)
     monkeypatch.setattr("prism_match.model.kernels.has_amx", lambda: False)
     return random_model(TINY.replace(stage_dims=(64, 80, 64), coarse_dim=64, fine_dim=64))
 
@@ -230,7 +230,7 @@ def test_a_wide_model_takes_winograds_way_and_gives_what_the_plain_one_gives(wid
             assert_close(expected.keypoints1, found.keypoints1, 1e-3)
 
 
-def test_in_bf16_the_backbone_loses_nothing_but_the_last_rounding(wide: PRISM) -> None:
+def test_without_instructions_for_bf16_the_backbone_loses_nothing_but_the_last_rounding(wide: PRISM) -> None:
     (image,) = images((64, 96))
     with torch.inference_mode():
         expected, found = wide.extract(image), FastPRISM(wide, torch.bfloat16).extract(image)
@@ -238,6 +238,28 @@ def test_in_bf16_the_backbone_loses_nothing_but_the_last_rounding(wide: PRISM) -
         exact, rounded = getattr(expected, name), getattr(found, name)
         assert rounded.dtype == torch.bfloat16
         torch.testing.assert_close(rounded.float(), exact, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_sees_the_shades_of_an_image(dtype: torch.dtype) -> None:
+    """An image in faint contrast, of which bf16 itself could tell but one or two shades."""
+    model = random_model(TINY)
+    conv, norm = model.backbone.stem
+    conv.weight -= conv.weight.mean(dim=(2, 3), keepdim=True)  # as of edges, whatever the brightness
+    norm.running_mean.zero_()
+    image = 0.75 + 2e-3 * images((64, 96))[0]
+    exact, half = (FastPRISM(model, x).backbone.stem for x in (torch.float32, dtype))
+    with torch.inference_mode():
+        expected, found, rounded = exact(image), half(image), exact(image.bfloat16().float())
+    inside = (..., slice(4, -4), slice(4, -4))  # where no filter reaches over the border
+
+    def off(x: Tensor) -> float:
+        """By how much of what there is to see."""
+        change = expected - expected[inside].mean(dim=(2, 3), keepdim=True)
+        return float((x - expected)[inside].norm() / change[inside].norm())
+
+    assert found.dtype == dtype
+    assert off(found.float()) < 0.1 < 0.5 < off(rounded)
 
 
 def test_attention_by_rows_is_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,7 +275,7 @@ def test_selection_round_trip(keep: Tensor) -> None:
 
 @pytest.mark.parametrize("chunk", [7, 40, 10**6])
 def test_matches_equal_loops(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matching, "CHUNK", chunk)
+    monkeypatch.setattr(matching, "CHUNK_ON_CPU", chunk)
     torch.manual_seed(4)
     f0, f1 = torch.randn(9, 8), torch.randn(6, 8)
     nmi0, nmi1 = torch.rand(9), torch.rand(6)

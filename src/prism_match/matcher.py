@@ -6,7 +6,6 @@ import copy
 import logging
 import numbers
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -28,6 +27,7 @@ from prism_match.locating import Located
 from prism_match.matches import Details, Matches
 from prism_match.memory import give_back_holes
 from prism_match.model.fast import AutocastPRISM, FastPRISM, arranged
+from prism_match.model.kernels import cpu_has_bf16
 from prism_match.model.prism import CELL, STRIDE, Features, PairMatches
 from prism_match.model.recorder import Recorder, round_count
 from prism_match.polish import FEWEST, neighbourhoods
@@ -717,10 +717,7 @@ def has_instructions(precision: Precision) -> bool | None:
     """Whether a CPU computes in this precision itself; None where that cannot be told."""
     if precision == "fp32":
         return True
-    if precision != "bf16" or platform.machine() not in ("x86_64", "AMD64"):
-        return None
-    known = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
-    return None if None in known else any(ask() for ask in known if ask is not None)
+    return cpu_has_bf16() if precision == "bf16" else None
 
 
 def match(image0: ImageLike, image1: ImageLike, **options: Any) -> Matches:

@@ -35,8 +35,8 @@ from prism_match.model.kernels import (
     attend_windows,
     attends_segments,
     convolve,
+    cpu_has_bf16,
     feed_forward,
-    has_amx,
     in_pieces,
     rotate,
 )
@@ -100,9 +100,9 @@ class FastPRISM:
     def __init__(self, model: PRISM, dtype: torch.dtype, recorder: Recorder | None = None):
         self.config, self.dtype = model.config, dtype
         self.recorder = recorder or Recorder()
-        self.seen_in = backbone_dtype(model.backbone, dtype)
-        self.backbone = fused(model.backbone, self.seen_in)
-        if self.seen_in == torch.float32 and is_worth_it(device_of(model.backbone)):
+        device = next(model.parameters()).device
+        self.backbone = fused(model.backbone, backbone_dtype(device, dtype))
+        if backbone_dtype(device, dtype) == torch.float32 and is_worth_it(device):
             use_winograd(self.backbone)
         self.mpms = [FastMPM(mpm, dtype) for mpm in model.mpms]  # type: ignore[arg-type]
         self.refinement = FastRefinement(model.refinement, dtype)
@@ -117,9 +117,9 @@ class FastPRISM:
 
     def seen(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What `Features` holds."""
-        gray = to_gray(image).to(self.seen_in)
+        gray = to_gray(image)
         coarse, fine = (x.permute(0, 2, 3, 1) for x in self.backbone(gray))
-        if self.seen_in != self.dtype:
+        if coarse.dtype != self.dtype:
             coarse, fine = coarse.to(self.dtype), fine.to(self.dtype)
         rows, columns = (-(-n // STRIDE) * STRIDE // CELL for n in gray.shape[-2:])
         valid = torch.zeros((len(gray), rows, columns), dtype=torch.bool, device=gray.device)
@@ -397,6 +397,19 @@ class FastRefinement:
         return query, value
 
 
+class ExactStem(nn.Module):
+    """The first convolution, which sees the image itself, in float32. bf16 has fewer digits than a photo has
+    shades of gray, and where these change slowly a match would move by a tenth of a pixel; maps of many
+    channels bear it."""
+
+    def __init__(self, conv: nn.Conv2d, dtype: torch.dtype):
+        super().__init__()
+        self.conv, self.dtype = conv, dtype
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.conv(image).to(self.dtype)
+
+
 class FusedBlock(nn.Module):
     """A `ResidualBlock` of an image without padding: what is added to a map and its ReLU are one pass."""
 
@@ -435,17 +448,18 @@ def fused(backbone: ResNetFPN, dtype: torch.dtype) -> ResNetFPN:
             for name, child in list(parent.named_children()):
                 if isinstance(child, kind):
                     setattr(parent, name, make(child))
-    return backbone.to(dtype=dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    stem = copy.deepcopy(backbone.stem)
+    backbone.to(dtype=dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if dtype != torch.float32:
+        backbone.stem = ExactStem(stem, dtype)  # type: ignore[arg-type,assignment]
+    return backbone
 
 
-def backbone_dtype(backbone: ResNetFPN, dtype: torch.dtype) -> torch.dtype:
-    """What the backbone of a model of that precision computes in: on a CPU, float32 by `winograd.py` takes
-    less time than bf16 without it, unless the CPU has AMX."""
-    return torch.float32 if is_worth_it(device_of(backbone)) and not has_amx() else dtype
-
-
-def device_of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
+def backbone_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """What the backbone of a model of that precision computes in: its own, but for a CPU that has no
+    instructions for bf16, whose convolutions would take several times as long."""
+    slow = device.type == "cpu" and dtype == torch.bfloat16 and cpu_has_bf16() is False
+    return torch.float32 if slow else dtype
 
 
 def one_convolution(layer: ConvNorm) -> nn.Module:

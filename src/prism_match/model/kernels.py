@@ -4,6 +4,7 @@ all of those give the same in a trial."""
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import product as product_of
@@ -108,6 +109,14 @@ def has_amx() -> bool:
     return ask is not None and ask()
 
 
+def cpu_has_bf16() -> bool | None:
+    """Whether the CPU has instructions for bf16; None where that cannot be told."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    known = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
+    return None if None in known else any(ask() for ask in known if ask is not None)
+
+
 def rotate(x: Tensor, centres: Tensor, rows: Tensor, b: Tensor) -> Tensor:
     """`RotaryEncoding` of x (k heads d) at centres[rows] (n 2 and k), of frequencies b (heads d/2 2)."""
     if has_kernels(x) and is_power_of_two(x.shape[-1]):
@@ -137,10 +146,13 @@ def convolve(
     if not torch.is_grad_enabled() and has_kernels(x):
         y = F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
         return triton_kernels.activate(y, conv.bias, residual, slope, gelu)  # type: ignore[arg-type]
-    y = conv(x) if residual is None else conv(x) + residual
-    if gelu:
-        return F.gelu(y)
-    return F.leaky_relu(y, slope) if slope else F.relu(y)
+    y = conv(x)
+    if torch.is_grad_enabled():
+        y = y if residual is None else y + residual
+        return F.gelu(y) if gelu else F.leaky_relu(y, slope) if slope else F.relu(y)
+    # In place: of large maps, new memory takes longer than the sum.
+    y = y if residual is None else y.add_(residual)
+    return F.gelu(y) if gelu else F.leaky_relu_(y, slope) if slope else F.relu_(y)
 
 
 def feed_forward(layers: nn.Sequential, x: Tensor) -> Tensor:

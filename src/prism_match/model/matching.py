@@ -18,8 +18,9 @@ from prism_match.model.kernels import best_of, log_sum_exp, product
 from prism_match.model.mpm import LayerState
 from prism_match.model.tokens import map_extent
 
-# Entries of the similarity matrix held at a time when matches are extracted: 64 MiB of float32.
-CHUNK = 2**24
+# Entries of the similarity matrix held at a time when matches are extracted: 64 MiB of float32. On a CPU 16,
+# which stay in its caches.
+CHUNK, CHUNK_ON_CPU = 2**24, 2**22
 
 
 def similarity(tokens0: Tensor, tokens1: Tensor, temperature: float) -> Tensor:
@@ -90,8 +91,12 @@ def mutual_partners(
     n, m = tokens0.shape[0], tokens1.shape[0]
     if n == 0 or m == 0:
         return tokens0.new_zeros(0, dtype=torch.int64), tokens0.new_zeros(0, dtype=torch.float32)
-    starts = range(0, n, max(1, CHUNK // m))
-    stop = [min(n, a + max(1, CHUNK // m)) for a in starts]
+    on_cpu = tokens0.device.type == "cpu"
+    if on_cpu:  # `product` would do it in every chunk
+        tokens0, tokens1 = tokens0.float(), tokens1.float()
+    rows = max(1, (CHUNK_ON_CPU if on_cpu else CHUNK) // m)
+    starts = range(0, n, rows)
+    stop = [min(n, a + rows) for a in starts]
     scale = 1.0
     if tokens0.dtype == torch.float32:  # a factor of the tokens is cheaper than one of the matrix
         tokens0, tokens1 = (x * similarity_scale(x, temperature) for x in (tokens0, tokens1))
