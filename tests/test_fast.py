@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prism_match.config import PRESETS, ModelConfig
-from prism_match.model import kernels, winograd
+from prism_match.model import kernels, products, winograd
 from prism_match.model.attention import attend
 from prism_match.model.fast import AutocastPRISM, FastPRISM, arranged, is_supported
 from prism_match.model.prism import PRISM, Features
@@ -213,6 +215,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> PRISM:
     monkeypatch.setattr("prism_match.model.fast.is_worth_it", lambda device: True)
     monkeypatch.setattr("prism_match.model.fast.cpu_has_bf16", lambda: False)
     monkeypatch.setattr("prism_match.model.kernels.has_amx", lambda: False)
+    monkeypatch.setattr(products, "wins", lambda threads: False)
     return random_model(TINY.replace(stage_dims=(64, 80, 64), coarse_dim=64, fine_dim=64))
 
 
@@ -262,9 +265,11 @@ def test_half_precision_sees_the_shades_of_an_image(dtype: torch.dtype) -> None:
     assert off(found.float()) < 0.1 < 0.5 < off(rounded)
 
 
-def test_attention_by_rows_is_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_convolving", [False, True])
+def test_attention_by_rows_is_attention(by_convolving: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "wins", lambda threads: by_convolving)
     generator = torch.Generator().manual_seed(0)
-    for n, m, scores in ((300, 200, 1), (300, 600, 2**20), (5, 1, 1), (0, 4, 1), (3, 0, 1)):
+    for n, m, scores in ((300, 200, 1), (300, 600, 2**20), (70, 16, 2**20), (5, 1, 1), (0, 4, 1), (3, 0, 1)):
         monkeypatch.setattr(kernels, "SCORES", scores)
         q, k, v = (torch.randn(2, 3, length, 16, generator=generator) for length in (n, m, m))
         with torch.inference_mode():
@@ -272,6 +277,55 @@ def test_attention_by_rows_is_attention(monkeypatch: pytest.MonkeyPatch) -> None
             half = kernels.attend_by_rows(*(x.bfloat16() for x in (q, k, v)))
             assert half.dtype == torch.bfloat16
             assert_close(half.float(), attend(q, k, v, None), 0.03)
+
+
+def test_a_product_is_a_convolution_of_one_pixel() -> None:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        for rows, k, n in ((5, 16, 7), (1, 3, 1), (64, 1, 2)):
+            a, b, bias = torch.randn(rows, k), torch.randn(n, k), torch.randn(n)
+            assert_close(products.multiply(a, b, bias), a @ b.mT + bias, 1e-5)
+            assert_close(products.multiply(a.mT.contiguous().mT, b.mT.contiguous().mT), a @ b.mT, 1e-5)
+        layers = torch.nn.Sequential(
+            torch.nn.Linear(6, 8, bias=False), torch.nn.GELU(), torch.nn.Linear(8, 3)
+        )
+        x = torch.randn(2, 5, 6)
+        expected = layers(x)
+        found = products.with_pointwise(layers)
+        assert sum(isinstance(y, products.Pointwise) for y in found) == 2
+        assert_close(found(x), expected, 1e-5)
+
+
+def test_with_such_products_it_gives_what_the_plain_model_gives(
+    wide: PRISM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "wins", lambda threads: True)
+    fast, pair = FastPRISM(wide, torch.float32), 2 * images((64, 96))
+    assert isinstance(fast.mpms[0].self_attention.query_and_value, products.Pointwise)
+    assert isinstance(FastPRISM(wide, torch.bfloat16).mpms[0].self_attention.ffn[0], torch.nn.Linear)
+    with torch.inference_mode():
+        expected = wide.match(*(wide.extract(x) for x in pair))
+        found = fast.match(*(fast.extract(x) for x in pair))
+    assert len(found.batch) > 5 and torch.equal(expected.keypoints0, found.keypoints0)
+    assert_close(expected.keypoints1, found.keypoints1, 1e-3)
+
+
+def test_the_faster_way_is_the_one_that_took_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(products.time, "perf_counter", lambda: now)
+
+    def takes(*seconds: float) -> Callable[[], None]:
+        left = cycle(seconds)
+
+        def work() -> None:
+            nonlocal now
+            now += next(left)
+
+        return work
+
+    assert products.is_faster(takes(9, 1, 7), takes(2, 2, 2)), "the quickest turn counts"
+    assert not products.is_faster(takes(2), takes(1))
+    assert not products.is_faster(takes(0.95), takes(1)), "not worth another way"
 
 
 def test_attention_in_bf16_goes_by_rows_where_there_is_no_amx(

@@ -27,6 +27,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from prism_match.config import ModelConfig
+from prism_match.model import products
 from prism_match.model.ablations import absolute_encoding
 from prism_match.model.attention import SADPA
 from prism_match.model.backbone import ConvNorm, ResidualBlock, ResNetFPN, Smooth
@@ -274,7 +275,7 @@ class FastMPM:
         self.theta_p = mpm.theta_p
         self.self_attention = FastSADPA(mpm.self_attention, dtype)  # type: ignore[arg-type]
         self.cross_attention = FastSADPA(mpm.cross_attention, dtype)  # type: ignore[arg-type]
-        self.pruning = copy.deepcopy(mpm.pruning).to(dtype) if mpm.pruning is not None else None
+        self.pruning = None if mpm.pruning is None else ready(copy.deepcopy(mpm.pruning), dtype)
 
     def __call__(
         self, layout: Layout, room: Room, table: Tensor, keep: Tensor, coarsest: Tensor, *centres: Tensor
@@ -310,11 +311,11 @@ class Taken:
 class FastSADPA:
     def __init__(self, layer: SADPA, dtype: torch.dtype):
         self.heads = layer.heads
-        self.convs = [copy.deepcopy(conv).to(dtype) for conv in list(layer.convs)[:-1]]
+        self.convs = [ready(copy.deepcopy(conv), dtype) for conv in list(layer.convs)[:-1]]
         # The last level has patches of one cell: keys and queries of the same tokens, in one product.
-        self.query_and_value = joined(layer.query, layer.convs[-1]).to(dtype)  # type: ignore[arg-type]
+        self.query_and_value = ready(joined(layer.query, layer.convs[-1]), dtype)  # type: ignore[arg-type]
         self.b = None if layer.rotary is None else layer.rotary.b.detach().float()
-        self.ffn = copy.deepcopy(layer.ffn).to(dtype)
+        self.ffn = ready(copy.deepcopy(layer.ffn), dtype)
 
     def __call__(self, table: Tensor, taken: Taken, cross: bool) -> Tensor:
         """Updates the rows of the table that take part, which are returned too."""
@@ -353,11 +354,11 @@ class FastRefinement:
         dim = layer.merge.out_features
         # merge([window, to_fine(coarse)]) is a product with the window and one with the cell.
         of_window, of_cell = layer.merge.weight.split(dim, dim=1)
-        self.of_window = linear(of_window, None).to(dtype)
+        self.of_window = ready(linear(of_window, None), dtype)
         bias = of_cell @ layer.coarse_to_fine.bias + layer.merge.bias
-        self.of_cell = linear(of_cell @ layer.coarse_to_fine.weight, bias).to(dtype)
+        self.of_cell = ready(linear(of_cell @ layer.coarse_to_fine.weight, bias), dtype)
         self.layers = [
-            (joined(x.query, x.convs[0]).to(dtype), copy.deepcopy(x.ffn).to(dtype))  # type: ignore[arg-type]
+            (ready(joined(x.query, x.convs[0]), dtype), ready(copy.deepcopy(x.ffn), dtype))  # type: ignore[arg-type]
             for x in (layer.self_attention, layer.cross_attention)
         ]
 
@@ -464,6 +465,13 @@ def backbone_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 def one_convolution(layer: ConvNorm) -> nn.Module:
     return fuse_conv_bn_eval(layer[0], layer[1])  # type: ignore[arg-type,type-var]
+
+
+def ready(module: nn.Module, dtype: torch.dtype) -> Any:
+    """In that precision, with linear layers as the machine is quick in."""
+    module = module.to(dtype)
+    device = next(module.parameters()).device
+    return products.with_pointwise(module) if products.is_worth_it(device, dtype) else module
 
 
 def joined(first: nn.Linear, second: nn.Linear) -> nn.Linear:

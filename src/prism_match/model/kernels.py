@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prism_match.model import products
 from prism_match.model.attention import attend
 from prism_match.model.position import turn
 from prism_match.model.winograd import MOST_THREADS, Winograd
@@ -26,8 +27,8 @@ except ImportError:  # no Triton here, which is so on every machine without a GP
 
 log = logging.getLogger(__name__)
 
-SCORES = 2**20  # of `attend_by_rows`, for each thread: what its caches hold
-PIECE, PIECE_STEP = 512, 64  # rows of `in_pieces`, and of the last one a multiple of
+SCORES, MOST_ROWS = 2**23, 1024  # of `attend_by_rows` at a time
+LARGE_PIECE, PIECE, PIECE_STEP = 2048, 512, 64  # rows of `in_pieces`; what is left has a multiple of 64
 ROW_STEP = 256  # the same of `attend_by_rows`, unless there are no more than this
 
 
@@ -224,42 +225,58 @@ def attend_segments(
 
 
 def goes_by_rows(query: Tensor) -> bool:
-    on_cpu = query.device.type == "cpu" and torch.get_num_threads() <= MOST_THREADS and not has_amx()
-    return on_cpu and query.dtype == torch.bfloat16 and not torch.is_grad_enabled()
+    if query.device.type != "cpu" or torch.get_num_threads() > MOST_THREADS or torch.is_grad_enabled():
+        return False
+    if query.dtype == torch.bfloat16:
+        return not has_amx()
+    return products.is_worth_it(query.device, query.dtype)
 
 
 def attend_by_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """`attend` (b h n d), some rows of scores at a time. PyTorch's own takes as long in bf16 as in fp32 where
-    there is no AMX, although plain products of matrices are twice as fast."""
+    there is no AMX, although plain products of matrices are twice as fast; and in fp32 it is as slow as MKL
+    where that is."""
     (batch, heads, n, dim), m = query.shape, key.shape[2]
     if n == 0 or m == 0:
         return torch.zeros_like(query)
     # Few numbers of rows and keys: see `in_pieces`.
     keys = m + -m % (PIECE_STEP if m <= PIECE else 2 * PIECE_STEP)
-    most = max(SCORES * torch.get_num_threads() // keys // PIECE_STEP, 1) * PIECE_STEP
+    most = max(SCORES // keys // PIECE_STEP, 1) * PIECE_STEP
     step = min(most, PIECE_STEP if n <= ROW_STEP else ROW_STEP)
     query = F.pad(query, (0, 0, 0, -n % step))
-    rows = min(most // step * step, PIECE, query.shape[2])
-    key, value = F.pad(key.mT * dim**-0.5, (0, keys - m)), F.pad(value, (0, 0, 0, keys - m))
+    rows = min(most // step * step, MOST_ROWS, query.shape[2])
+    key, value = F.pad(key * dim**-0.5, (0, 0, 0, keys - m)), F.pad(value.mT, (0, keys - m))
     scores, result = query.new_empty(rows, keys), torch.empty_like(query)
+    by_convolving = products.is_worth_it(query.device, query.dtype)
+
+    def multiply(a: Tensor, b: Tensor, place: Tensor) -> Tensor:
+        """a b^T, in a place that is there already, where that can be: new memory takes time."""
+        return products.multiply(a, b) if by_convolving else torch.mm(a, b.mT, out=place)
+
     for at in product_of(range(batch), range(heads)):
-        for a in range(0, query.shape[2], rows):
-            part = query[at][a : a + rows]
-            s = torch.mm(part, key[at], out=scores[: len(part)])
+        for part, message in zip(query[at].split(rows), result[at].split(rows), strict=True):
+            s = multiply(part, key[at], scores[: len(part)])
             s[:, m:] = -torch.inf
             torch.softmax(s, dim=-1, out=s)
-            torch.mm(s, value[at], out=result[at][a : a + rows])
+            message.copy_(multiply(s, value[at], message))
     return result[:, :, :n]
 
 
 def in_pieces(work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """work of each row of x (n c). In bf16 on a CPU of few numbers of rows alone: its library keeps half a
-    MiB for every number that it has seen, and takes a millisecond for each that it has not."""
-    if x.device.type != "cpu" or x.dtype == torch.float32 or len(x) == 0:
+    """work of each row of x (n c). On a CPU, where oneDNN does it, of few numbers of rows alone: it keeps
+    half a MiB for every number that it has seen, and takes a millisecond for each that it has not."""
+    if x.device.type != "cpu" or len(x) == 0 or not by_onednn(x):
         return work(x)
-    *pieces, last = x.split(PIECE)
-    last = F.pad(last, (0, 0, 0, -len(last) % PIECE_STEP))
-    return torch.cat([work(piece) for piece in (*pieces, last)])[: len(x)]
+    count = len(x)
+    large, some = count // LARGE_PIECE * LARGE_PIECE, count // PIECE * PIECE
+    rest = F.pad(x[some:], (0, 0, 0, -count % PIECE_STEP))
+    pieces = [*x[:large].split(LARGE_PIECE), *x[large:some].split(PIECE), rest]
+    return torch.cat([work(piece) for piece in pieces if len(piece)])[:count]
+
+
+def by_onednn(x: Tensor) -> bool:
+    """Whether it is oneDNN that multiplies tensors of the CPU like this."""
+    return x.dtype != torch.float32 or products.is_worth_it(x.device, x.dtype)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
