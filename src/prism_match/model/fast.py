@@ -3,8 +3,8 @@
 - The kept cells of all images of a batch lie one after the other in one table, so that an MPM is a few large
   operations, nothing is padded, and the host waits for the device once in each (`packing.py`); on a GPU what
   lies between two waits is recorded (`recorder.py`).
-- Batch norms are part of the convolutions, and weights have the precision they are used in; positions, NMI,
-  similarity and heat maps stay in float32.
+- Batch norms are part of the convolutions, and weights have the precision they are used in; the first
+  convolution, positions, NMI, similarity and heat maps stay in float32.
 - The backbone sees images without padding: a convolution reads zeros beyond the border, which is what
   `prism.py` takes care that padding looks like.
 - Of the windows of a match, only what its heat map needs is computed.
