@@ -28,7 +28,7 @@ import cv2
 import numpy as np
 import torch
 
-from prism_match import Matcher, UserError, cli
+from prism_match import Matcher, UserError, cli, memory
 from prism_match.config import PRESETS
 from prism_match.evaluation.bundled import BUNDLED
 from prism_match.images import load_image
@@ -74,6 +74,8 @@ class Watch:
     def look(self, done: int) -> None:
         if done % max(1, self.total // 20) == 0:
             gc.collect()
+            time.sleep(memory.PAUSE)
+            memory.give_back_holes()  # as the next match would
             self.held.append(memory_mib())
 
     def tell(self) -> float:

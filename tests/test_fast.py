@@ -262,6 +262,7 @@ def test_half_precision_sees_the_shades_of_an_image(dtype: torch.dtype) -> None:
         return float((x - expected)[inside].norm() / change[inside].norm())
 
     assert found.dtype == dtype
+    assert found.is_contiguous(memory_format=torch.channels_last), "as the convolutions after it want it"
     assert off(found.float()) < 0.1 < 0.5 < off(rounded)
 
 

@@ -449,8 +449,9 @@ def fused(backbone: ResNetFPN, dtype: torch.dtype) -> ResNetFPN:
             for name, child in list(parent.named_children()):
                 if isinstance(child, kind):
                     setattr(parent, name, make(child))
+    backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     stem = copy.deepcopy(backbone.stem)
-    backbone.to(dtype=dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    backbone.to(dtype)
     if dtype != torch.float32:
         backbone.stem = ExactStem(stem, dtype)  # type: ignore[arg-type,assignment]
     return backbone
