@@ -212,7 +212,7 @@ def test_winograds_way_is_a_convolution(at_once: int, slope: float, monkeypatch:
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> PRISM:
     """A model that is wide enough for it, on whatever machine."""
-    monkeypatch.setattr("prism_match.model.fast.is_worth_it", lambda device: True)
+    monkeypatch.setattr(winograd, "is_worth_it", lambda device: True)
     monkeypatch.setattr("prism_match.model.fast.cpu_has_bf16", lambda: False)
     monkeypatch.setattr("prism_match.model.kernels.has_amx", lambda: False)
     monkeypatch.setattr(products, "wins", lambda threads: False)

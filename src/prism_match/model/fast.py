@@ -59,7 +59,7 @@ from prism_match.model.pruning import remaining
 from prism_match.model.recorder import Recorder, round_count
 from prism_match.model.refinement import FINE_PER_CELL, Refinement, expectation
 from prism_match.model.tokens import map_extent
-from prism_match.model.winograd import is_worth_it, use_winograd
+from prism_match.model.winograd import use_winograd
 from prism_match.stages import stage
 
 SLOPE = 0.01  # of `F.leaky_relu`
@@ -101,9 +101,9 @@ class FastPRISM:
     def __init__(self, model: PRISM, dtype: torch.dtype, recorder: Recorder | None = None):
         self.config, self.dtype = model.config, dtype
         self.recorder = recorder or Recorder()
-        device = next(model.parameters()).device
-        self.backbone = fused(model.backbone, backbone_dtype(device, dtype))
-        if backbone_dtype(device, dtype) == torch.float32 and is_worth_it(device):
+        seen_in = backbone_dtype(next(model.parameters()).device, dtype)
+        self.backbone = fused(model.backbone, seen_in)
+        if seen_in == torch.float32:
             use_winograd(self.backbone)
         self.mpms = [FastMPM(mpm, dtype) for mpm in model.mpms]  # type: ignore[arg-type]
         self.refinement = FastRefinement(model.refinement, dtype)

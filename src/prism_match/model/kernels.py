@@ -148,12 +148,12 @@ def convolve(
         y = F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
         return triton_kernels.activate(y, conv.bias, residual, slope, gelu)  # type: ignore[arg-type]
     y = conv(x)
-    if torch.is_grad_enabled():
-        y = y if residual is None else y + residual
-        return F.gelu(y) if gelu else F.leaky_relu(y, slope) if slope else F.relu(y)
-    # In place: of large maps, new memory takes longer than the sum.
-    y = y if residual is None else y.add_(residual)
-    return F.gelu(y) if gelu else F.leaky_relu_(y, slope) if slope else F.relu_(y)
+    in_place = not torch.is_grad_enabled()  # of large maps, new memory takes longer than the sum
+    if residual is not None:
+        y = y.add_(residual) if in_place else y + residual
+    if gelu:
+        return F.gelu(y)
+    return F.leaky_relu(y, slope, in_place) if slope else F.relu(y, in_place)
 
 
 def feed_forward(layers: nn.Sequential, x: Tensor) -> Tensor:

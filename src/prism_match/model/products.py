@@ -31,7 +31,6 @@ class Pointwise(nn.Module):
     def __init__(self, layer: nn.Linear):
         super().__init__()
         self.weight, self.bias = layer.weight, layer.bias
-        self.in_features, self.out_features = layer.in_features, layer.out_features
 
     def forward(self, x: Tensor) -> Tensor:
         return multiply(x.flatten(0, -2), self.weight, self.bias).unflatten(0, x.shape[:-1])

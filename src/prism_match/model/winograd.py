@@ -72,10 +72,10 @@ def wins(_threads: int) -> bool:
 
 
 def use_winograd(module: nn.Module) -> None:
-    """In the place of each convolution that has this form and enough channels."""
+    """In the place of each convolution that has this form and enough channels, if it is faster so."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Conv2d) and fits(child):
+            if isinstance(child, nn.Conv2d) and fits(child) and is_worth_it(child.weight.device):
                 setattr(parent, name, Winograd(child))
 
 
