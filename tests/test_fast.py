@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prism_match.config import PRESETS, ModelConfig
-from prism_match.model import kernels, products, winograd
+from prism_match.model import kernels, processor, products, winograd
 from prism_match.model.attention import attend
 from prism_match.model.fast import AutocastPRISM, FastPRISM, arranged, is_supported
 from prism_match.model.prism import PRISM, Features
@@ -215,7 +214,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> PRISM:
     monkeypatch.setattr(winograd, "is_worth_it", lambda device: True)
     monkeypatch.setattr("prism_match.model.fast.cpu_has_bf16", lambda: False)
     monkeypatch.setattr("prism_match.model.kernels.has_amx", lambda: False)
-    monkeypatch.setattr(products, "wins", lambda threads: False)
+    monkeypatch.setattr(products, "mkl_is_slow", lambda: False)
     return random_model(TINY.replace(stage_dims=(64, 80, 64), coarse_dim=64, fine_dim=64))
 
 
@@ -268,7 +267,7 @@ def test_half_precision_sees_the_shades_of_an_image(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("by_convolving", [False, True])
 def test_attention_by_rows_is_attention(by_convolving: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "wins", lambda threads: by_convolving)
+    monkeypatch.setattr(products, "mkl_is_slow", lambda: by_convolving)
     generator = torch.Generator().manual_seed(0)
     for n, m, scores in ((300, 200, 1), (300, 600, 2**20), (70, 16, 2**20), (5, 1, 1), (0, 4, 1), (3, 0, 1)):
         monkeypatch.setattr(kernels, "SCORES", scores)
@@ -283,7 +282,7 @@ def test_attention_by_rows_is_attention(by_convolving: bool, monkeypatch: pytest
 def test_a_product_is_a_convolution_of_one_pixel() -> None:
     torch.manual_seed(0)
     with torch.inference_mode():
-        for rows, k, n in ((5, 16, 7), (1, 3, 1), (64, 1, 2)):
+        for rows, k, n in ((5, 16, 7), (1, 3, 1), (64, 1, 2), (48, 16, 7), (0, 16, 7)):
             a, b, bias = torch.randn(rows, k), torch.randn(n, k), torch.randn(n)
             assert_close(products.multiply(a, b, bias), a @ b.mT + bias, 1e-5)
             assert_close(products.multiply(a.mT.contiguous().mT, b.mT.contiguous().mT), a @ b.mT, 1e-5)
@@ -300,7 +299,7 @@ def test_a_product_is_a_convolution_of_one_pixel() -> None:
 def test_with_such_products_it_gives_what_the_plain_model_gives(
     wide: PRISM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "wins", lambda threads: True)
+    monkeypatch.setattr(products, "mkl_is_slow", lambda: True)
     fast, pair = FastPRISM(wide, torch.float32), 2 * images((64, 96))
     assert isinstance(fast.mpms[0].self_attention.query_and_value, products.Pointwise)
     assert isinstance(FastPRISM(wide, torch.bfloat16).mpms[0].self_attention.ffn[0], torch.nn.Linear)
@@ -311,22 +310,45 @@ def test_with_such_products_it_gives_what_the_plain_model_gives(
     assert_close(expected.keypoints1, found.keypoints1, 1e-3)
 
 
-def test_the_faster_way_is_the_one_that_took_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(products.time, "perf_counter", lambda: now)
+def test_without_cells_to_look_at_no_product_fails(wide: PRISM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "mkl_is_slow", lambda: True)
+    fast, pair = FastPRISM(wide, torch.float32), 2 * images((64, 96))
+    a, b = (fast.extract(x) for x in pair)
+    nowhere = torch.zeros_like(a.valid)
+    with torch.inference_mode():
+        for masks in ((nowhere, None), (None, nowhere), (nowhere, nowhere)):
+            assert len(fast.match(a, b, *masks).batch) == 0
 
-    def takes(*seconds: float) -> Callable[[], None]:
-        left = cycle(seconds)
 
-        def work() -> None:
-            nonlocal now
-            now += next(left)
+@pytest.mark.parametrize(
+    ("told", "capability", "family", "wide_cpu", "slow_mkl"),
+    [
+        ("vendor_id : AuthenticAMD\ncpu family\t: 26\nmodel name : AMD EPYC", "AVX512", 26, True, True),
+        ("vendor_id : AuthenticAMD\ncpu family\t: 25\n", "AVX512", 25, False, False),
+        ("AMD64 Family 26 Model 68 Stepping 0, AuthenticAMD", "AVX2", 26, False, False),
+        ("vendor_id : GenuineIntel\ncpu family\t: 6\n", "AVX512", None, True, False),
+        ("Intel64 Family 6 Model 140 Stepping 1, GenuineIntel", "AVX2", None, False, False),
+        ("", "DEFAULT", None, False, False),
+    ],
+)
+def test_what_a_cpu_is_quick_in_follows_from_what_it_is(
+    told: str,
+    capability: str,
+    family: int | None,
+    wide_cpu: bool,
+    slow_mkl: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_file(path: Path, **_: object) -> str:
+        raise FileNotFoundError(path)
 
-        return work
-
-    assert products.is_faster(takes(9, 1, 7), takes(2, 2, 2)), "the quickest turn counts"
-    assert not products.is_faster(takes(2), takes(1))
-    assert not products.is_faster(takes(0.95), takes(1)), "not worth another way"
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(processor.platform, "processor", lambda: told)
+    monkeypatch.setattr(processor, "amd_family", processor.amd_family.__wrapped__)  # looks each time
+    for read in (lambda path, **_: told, no_file):  # Linux, and elsewhere
+        monkeypatch.setattr(Path, "read_text", read)
+        found = processor.amd_family(), processor.computes_512_bits(), processor.mkl_is_slow()
+        assert found == (family, wide_cpu, slow_mkl)
 
 
 def test_attention_in_bf16_goes_by_rows_where_there_is_no_amx(
@@ -510,7 +532,8 @@ class Watched(Recorder):
         return results
 
 
-def test_the_host_waits_once_in_each_mpm_and_launches_few_kernels() -> None:
+def test_the_host_waits_once_in_each_mpm_and_launches_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "mkl_is_slow", lambda: False)  # the ways of a GPU are counted
     # The plain form of attention has to know the lengths, which are on the host already.
     config = ModelConfig().replace(
         **{k: getattr(TINY, k) for k in ("stage_dims", "coarse_dim", "fine_dim", "heads", "fine_heads")}

@@ -27,8 +27,8 @@ from prism_match.locating import Located
 from prism_match.matches import Details, Matches
 from prism_match.memory import give_back_holes
 from prism_match.model.fast import AutocastPRISM, FastPRISM, arranged
-from prism_match.model.kernels import cpu_has_bf16
 from prism_match.model.prism import CELL, STRIDE, Features, PairMatches
+from prism_match.model.processor import cpu_has_bf16
 from prism_match.model.recorder import Recorder, round_count
 from prism_match.polish import FEWEST, neighbourhoods
 from prism_match.stages import stage

@@ -36,7 +36,6 @@ from prism_match.model.kernels import (
     attend_windows,
     attends_segments,
     convolve,
-    cpu_has_bf16,
     feed_forward,
     in_pieces,
     rotate,
@@ -55,6 +54,7 @@ from prism_match.model.prism import (
     cell_centre,
     to_gray,
 )
+from prism_match.model.processor import cpu_has_bf16
 from prism_match.model.pruning import remaining
 from prism_match.model.recorder import Recorder, round_count
 from prism_match.model.refinement import FINE_PER_CELL, Refinement, expectation

@@ -4,7 +4,6 @@ all of those give the same in a trial."""
 from __future__ import annotations
 
 import logging
-import platform
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import product as product_of
@@ -17,7 +16,8 @@ from torch import Tensor, nn
 from prism_match.model import products
 from prism_match.model.attention import attend
 from prism_match.model.position import turn
-from prism_match.model.winograd import MOST_THREADS, Winograd
+from prism_match.model.processor import few_threads, has_amx
+from prism_match.model.winograd import Winograd
 
 try:
     from prism_match.model import triton_kernels
@@ -28,6 +28,7 @@ except ImportError:  # no Triton here, which is so on every machine without a GP
 log = logging.getLogger(__name__)
 
 SCORES, MOST_ROWS = 2**23, 1024  # of `attend_by_rows` at a time
+ANEW = 4  # times fewer where they take new memory each time, which the system clears first
 LARGE_PIECE, PIECE, PIECE_STEP = 2048, 512, 64  # rows of `in_pieces`; what is left has a multiple of 64
 ROW_STEP = 256  # the same of `attend_by_rows`, unless there are no more than this
 
@@ -101,21 +102,6 @@ def failed_trials(device: torch.device) -> list[str]:
         if not all(torch.allclose(a.float(), b.cpu().float(), rtol=0.01, atol=0.02) for a, b in pairs):
             wrong.append(name)
     return wrong
-
-
-@lru_cache
-def has_amx() -> bool:
-    """Whether the CPU multiplies tiles of bf16, many times as fast as anything else that it does."""
-    ask = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return ask is not None and ask()
-
-
-def cpu_has_bf16() -> bool | None:
-    """Whether the CPU has instructions for bf16; None where that cannot be told."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return None
-    known = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
-    return None if None in known else any(ask() for ask in known if ask is not None)
 
 
 def rotate(x: Tensor, centres: Tensor, rows: Tensor, b: Tensor) -> Tensor:
@@ -225,7 +211,7 @@ def attend_segments(
 
 
 def goes_by_rows(query: Tensor) -> bool:
-    if query.device.type != "cpu" or torch.get_num_threads() > MOST_THREADS or torch.is_grad_enabled():
+    if query.device.type != "cpu" or not few_threads() or torch.is_grad_enabled():
         return False
     if query.dtype == torch.bfloat16:
         return not has_amx()
@@ -241,13 +227,14 @@ def attend_by_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return torch.zeros_like(query)
     # Few numbers of rows and keys: see `in_pieces`.
     keys = m + -m % (PIECE_STEP if m <= PIECE else 2 * PIECE_STEP)
-    most = max(SCORES // keys // PIECE_STEP, 1) * PIECE_STEP
+    by_convolving = products.is_worth_it(query.device, query.dtype)
+    at_once = SCORES // ANEW if by_convolving else SCORES
+    most = max(at_once // keys // PIECE_STEP, 1) * PIECE_STEP
     step = min(most, PIECE_STEP if n <= ROW_STEP else ROW_STEP)
     query = F.pad(query, (0, 0, 0, -n % step))
     rows = min(most // step * step, MOST_ROWS, query.shape[2])
     key, value = F.pad(key * dim**-0.5, (0, 0, 0, keys - m)), F.pad(value.mT, (0, keys - m))
     scores, result = query.new_empty(rows, keys), torch.empty_like(query)
-    by_convolving = products.is_worth_it(query.device, query.dtype)
 
     def multiply(a: Tensor, b: Tensor, place: Tensor) -> Tensor:
         """a b^T, in a place that is there already, where that can be: new memory takes time."""

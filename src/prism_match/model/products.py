@@ -1,28 +1,28 @@
 """Products of matrices in float32 on a CPU, by the library that convolves.
 
 PyTorch leaves them to MKL, which uses but half the width of some CPUs that are not Intel's; oneDNN, which it
-convolves with, uses all of it. To convolve with kernels of one pixel is to multiply. Which of both is
-faster on this machine is tried once.
+convolves with, uses all of it. To convolve with kernels of one pixel is to multiply.
 """
 
 from __future__ import annotations
-
-import time
-from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-TURNS = 5
-FASTER = 0.85  # of the other's time: what is hardly faster is not worth another way
+from prism_match.model.processor import few_threads, mkl_is_slow
+
+IMAGES = 16  # of fewer a single thread multiplies pixels by MKL again
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a b^T (r k and n k -> r n), and a bias (n)."""
-    pixels = a.contiguous()[None, :, None].permute(0, 3, 1, 2)  # 1 k r 1, channels last
-    return F.conv2d(pixels, b[:, :, None, None], bias)[0, :, :, 0].mT
+    rows, k = a.shape
+    if rows == 0:  # nothing can be multiplied, but not convolved
+        return F.linear(a, b, bias)
+    images = IMAGES if rows % IMAGES == 0 else 1
+    pixels = a.contiguous().view(images, -1, 1, k).permute(0, 3, 1, 2)  # channels last
+    return F.conv2d(pixels, b[:, :, None, None], bias).permute(0, 2, 3, 1).reshape(rows, -1)
 
 
 class Pointwise(nn.Module):
@@ -47,22 +47,4 @@ def with_pointwise(module: nn.Module) -> nn.Module:
 
 def is_worth_it(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `multiply` is faster than PyTorch's own."""
-    return device.type == "cpu" and dtype == torch.float32 and wins(torch.get_num_threads())
-
-
-@lru_cache
-def wins(_threads: int) -> bool:
-    with torch.inference_mode():
-        a, b = torch.ones(1024, 256), torch.ones(512, 256)
-        return is_faster(lambda: multiply(a, b), lambda: a @ b.mT)
-
-
-def is_faster(this: Callable[[], object], other: Callable[[], object]) -> bool:
-    """Tried in turns, of which the quickest count: what else runs on the machine is then nobody's fault."""
-    seconds: list[list[float]] = [[], []]
-    for _ in range(1 + TURNS):  # the first of each is slower
-        for work, taken in zip((this, other), seconds, strict=True):
-            start = time.perf_counter()
-            work()
-            taken.append(time.perf_counter() - start)
-    return min(seconds[0]) < FASTER * min(seconds[1])
+    return device.type == "cpu" and dtype == torch.float32 and few_threads() and mkl_is_slow()

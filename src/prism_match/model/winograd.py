@@ -9,21 +9,15 @@ that what lies between stays in the caches.
 
 from __future__ import annotations
 
-import platform
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism_match.model.products import is_faster
+from prism_match.model.processor import MOST_THREADS, computes_512_bits, few_threads, is_x86
 
 TILE, SEEN = 4, 6  # pixels along the side of a tile, and of what it comes from
 POINTS = SEEN * SEEN
 AT_ONCE = 2**19  # values of a band, for each thread
-MOST_THREADS = (
-    16  # more wait for memory, and for one another: they are better served by PyTorch's convolutions
-)
 NARROWEST = 64  # channels: with fewer, the ways to the values and back are most of the work
 
 # Of the points 0, 1, -1, 2, -2 and infinity: the map's values, the weights' ones, and the result's pixels.
@@ -52,23 +46,8 @@ TO_PIXELS = [
 
 
 def is_worth_it(device: torch.device) -> bool:
-    """Where it is faster: on some CPUs of the x86 kind, with not too many threads."""
-    if device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
-        return False
-    return torch.get_num_threads() <= MOST_THREADS and wins(torch.get_num_threads())
-
-
-@lru_cache
-def wins(_threads: int) -> bool:
-    """Whether it is faster than PyTorch's, which is so where these do not use all of the CPU: tried once."""
-    conv = nn.utils.skip_init(nn.Conv2d, 128, 128, 3, padding=1)  # no random numbers: they are the caller's
-    for parameter in conv.parameters():
-        nn.init.ones_(parameter)
-    x = torch.ones(1, 128, 96, 128).to(memory_format=torch.channels_last)
-    with torch.inference_mode():
-        conv = conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        other = Winograd(conv)
-        return is_faster(lambda: other(x, None, 0.0), lambda: F.relu_(conv(x)))
+    """Where it is faster: PyTorch's convolutions leave less to win the more bits a CPU computes at once."""
+    return device.type == "cpu" and is_x86() and few_threads() and not computes_512_bits()
 
 
 def use_winograd(module: nn.Module) -> None:
