@@ -96,7 +96,14 @@ def test_belief_survives_a_file(suffix: str, tmp_path: Path) -> None:
 def test_belief_goes_with_its_matches() -> None:
     matches = believed()
     assert np.array_equal(matches.filter([5, 2]).certainty, matches.certainty[[5, 2]])  # type: ignore[index]
-    assert np.array_equal(matches.filter(top=3).sigma, matches.sigma[:3])  # type: ignore[index]
+    best = np.sort(np.argsort(-matches.certainty)[:3])  # type: ignore[operator]
+    assert not np.array_equal(best, [0, 1, 2]), "or certainty and score would tell the same"
+    assert np.array_equal(matches.filter(top=3).scores, matches.scores[best])
+    assert np.array_equal(matches.filter(top=3).sigma, matches.sigma[best])  # type: ignore[index]
+    sure = int(np.argmax(matches.certainty))  # type: ignore[arg-type]
+    assert np.array_equal(matches.filter(spread=1).scores, matches.scores[[sure]])
+    plain = replace(matches, certainty=None)
+    assert np.array_equal(plain.filter(top=3).scores, matches.scores[:3])
     assert matches.swap().sigma is None
     with pytest.raises(UserError, match="one number for each match"):
         Matches(matches.keypoints0, matches.keypoints1, matches.scores, (9, 9), (9, 9), sigma=np.ones(2))

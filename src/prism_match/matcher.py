@@ -85,7 +85,7 @@ class PairMatcher:
         matches are PyTorch's but for ties and rounding.
         size: images are shrunk to this longer side before they are matched; never enlarged.
         threshold: the least confidence of a match; None: the model's own theta_c.
-        max_matches: only so many of the most confident ones.
+        max_matches: only so many: those that are right most likely, by `certainty` where there is one.
         rotate: whether image 1 is also tried turned by 90, 180 and 270 degrees, of which the turn with the
         most confident matches counts; it takes four times as long. "auto": only where image 1 as it is
         has next to no matches. Matches are in pixels of the images as they are given, always.

@@ -104,19 +104,25 @@ class Matches:
         spread: int | None = None,
     ) -> Matches:
         """The matches where `keep` is True (or the indices in it), with at least `min_score`, of those the
-        `top` best, and of those so many (`spread`) that cover image 0 evenly: the best of each part of it."""
+        `top` best, and of those so many (`spread`) that cover image 0 evenly: the best of each part of it.
+        The best have the highest certainty, or score, where certainty is not known."""
         index = np.arange(len(self))
         if keep is not None:
             index = index[self._chosen(keep)]
         if min_score is not None:
             index = index[self.scores[index] >= min_score]
         if top is not None:
-            best = np.argsort(-self.scores[index], kind="stable")[: max(0, top)]
+            best = np.argsort(-self._goodness[index], kind="stable")[: max(0, top)]
             index = index[np.sort(best)]
         if spread is not None:
-            index = index[spread_over(self.keypoints0[index], self.scores[index], spread)]
+            index = index[spread_over(self.keypoints0[index], self._goodness[index], spread)]
         rows = ("keypoints0", "keypoints1", "scores", *belief_of(self))
         return replace(self, **{name: getattr(self, name)[index] for name in rows})
+
+    @property
+    def _goodness(self) -> np.ndarray:
+        """What tells the best matches: scores are confidences of the model, before they are made exact."""
+        return self.scores if self.certainty is None else self.certainty
 
     def _chosen(self, keep: np.ndarray | Sequence[int] | Sequence[bool]) -> np.ndarray:
         chosen = np.asarray(keep)

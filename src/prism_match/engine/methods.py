@@ -77,6 +77,8 @@ def prism_settings(
         "polish": SUBPIXEL_SHA256 if polish else None,
         "points": "corners" if polish else "cells",
     }
+    if max_matches is not None:
+        settings["best"] = "certainty"
     # Matches that were stored before other scales were tried are those of "never", and still good.
     return settings if rescale == "never" else settings | {"rescale": rescale}
 
