@@ -21,6 +21,8 @@ from prism_match.corners import corners, to_corners
 from prism_match.evaluation.speed import SpeedOptions, measure, open_onnx
 from prism_match.export.onnx import OnnxOptions, export_onnx
 from prism_match.export.onnx import write as writing
+from prism_match.export.onnx.graphs import OnnxRefinement
+from prism_match.model import products
 from prism_match.model.fast import FastPRISM
 from prism_match.model.prism import PRISM, PairMatches
 from prism_match.subpixel import Pyramid, settle
@@ -442,3 +444,14 @@ def test_prism_bench_times_the_file(exported: Path, weights: Path, tmp_path: Pat
     for path, words in ((tmp_path / "cut.onnx", "cannot be opened"), (polish, "that takes two images")):
         with pytest.raises(UserError, match=words):
             open_onnx(path)
+
+
+def test_a_file_has_nothing_of_what_this_machine_is_quick_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "mkl_is_slow", lambda: True)
+    model = PRISM(PRESETS["tiny"]).eval()
+    assert any(
+        isinstance(x, products.Pointwise) for x in FastPRISM(model, torch.float32).mpms[0].self_attention.ffn
+    )
+    layers = list(OnnxRefinement(model, torch.float32).modules())
+    assert any(isinstance(x, torch.nn.Linear) for x in layers)
+    assert not any(isinstance(x, products.Pointwise) for x in layers)

@@ -275,7 +275,7 @@ class FastMPM:
         self.theta_p = mpm.theta_p
         self.self_attention = FastSADPA(mpm.self_attention, dtype)  # type: ignore[arg-type]
         self.cross_attention = FastSADPA(mpm.cross_attention, dtype)  # type: ignore[arg-type]
-        self.pruning = None if mpm.pruning is None else ready(copy.deepcopy(mpm.pruning), dtype)
+        self.pruning = None if mpm.pruning is None else quick(copy.deepcopy(mpm.pruning), dtype)
 
     def __call__(
         self, layout: Layout, room: Room, table: Tensor, keep: Tensor, coarsest: Tensor, *centres: Tensor
@@ -311,11 +311,11 @@ class Taken:
 class FastSADPA:
     def __init__(self, layer: SADPA, dtype: torch.dtype):
         self.heads = layer.heads
-        self.convs = [ready(copy.deepcopy(conv), dtype) for conv in list(layer.convs)[:-1]]
+        self.convs = [quick(copy.deepcopy(conv), dtype) for conv in list(layer.convs)[:-1]]
         # The last level has patches of one cell: keys and queries of the same tokens, in one product.
-        self.query_and_value = ready(joined(layer.query, layer.convs[-1]), dtype)  # type: ignore[arg-type]
+        self.query_and_value = quick(joined(layer.query, layer.convs[-1]), dtype)  # type: ignore[arg-type]
         self.b = None if layer.rotary is None else layer.rotary.b.detach().float()
-        self.ffn = ready(copy.deepcopy(layer.ffn), dtype)
+        self.ffn = quick(copy.deepcopy(layer.ffn), dtype)
 
     def __call__(self, table: Tensor, taken: Taken, cross: bool) -> Tensor:
         """Updates the rows of the table that take part, which are returned too."""
@@ -349,7 +349,14 @@ class FastSADPA:
 
 
 class FastRefinement:
-    def __init__(self, layer: Refinement, dtype: torch.dtype):
+    def __init__(
+        self,
+        layer: Refinement,
+        dtype: torch.dtype,
+        ready: Callable[[nn.Module, torch.dtype], Any] | None = None,
+    ):
+        """ready: how layers are brought into that precision; None: as this machine is quick in."""
+        ready = ready or quick
         self.window, self.heads, self.heat = layer.window, layer.self_attention.heads, layer.heat
         dim = layer.merge.out_features
         # merge([window, to_fine(coarse)]) is a product with the window and one with the cell.
@@ -468,7 +475,7 @@ def one_convolution(layer: ConvNorm) -> nn.Module:
     return fuse_conv_bn_eval(layer[0], layer[1])  # type: ignore[arg-type,type-var]
 
 
-def ready(module: nn.Module, dtype: torch.dtype) -> Any:
+def quick(module: nn.Module, dtype: torch.dtype) -> Any:
     """In that precision, with linear layers as the machine is quick in."""
     module = module.to(dtype)
     device = next(module.parameters()).device

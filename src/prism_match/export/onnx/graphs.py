@@ -381,7 +381,7 @@ class OnnxRefinement(nn.Module):
 
     def __init__(self, model: PRISM, dtype: torch.dtype):
         super().__init__()
-        fast = FastRefinement(model.refinement, dtype)
+        fast = FastRefinement(model.refinement, dtype, nn.Module.to)
         self.window, self.heads = fast.window, fast.heads
         self.of_window, self.of_cell = fast.of_window, fast.of_cell
         self.to_heads, self.ffns = (nn.ModuleList(x) for x in zip(*fast.layers, strict=True))
