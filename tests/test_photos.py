@@ -120,12 +120,14 @@ def no_patches(b: int, size: int) -> Patches:
     return patches
 
 
-def test_warp_is_the_homography() -> None:
-    b, size = 5, 96
-    views = random_views(Draw(generator(3)), b, size, 4.0)
+@pytest.mark.parametrize(("height", "width", "scale"), [(96, 96, 4.0), (480, 480, 6.0), (832, 640, 6.0)])
+def test_warp_is_the_homography(height: int, width: int, scale: float) -> None:
+    b, size = 5, (height, width)
+    views = random_views(Draw(generator(3)), b, size, scale)
     empty = no_patches(b, size)
     warp, visible = warp_cells(views[:, 0], views[:, 1], empty, empty, size)
-    centres = cell_centres(size, size)
+    centres = cell_centres(height, width)
+    middle = np.array([width - 1, height - 1]) / 2
     for i in range(b):
         h = np.linalg.inv(views[i, 1].double().numpy()) @ views[i, 0].double().numpy()
         want = cv2.perspectiveTransform(centres.view(1, -1, 2).double().numpy(), h)[0]
@@ -136,11 +138,9 @@ def test_warp_is_the_homography() -> None:
         assert seen.any()
         assert np.abs(warp[i].view(-1, 2).numpy() - want)[seen].max() < 0.01
         # Well inside or well outside both frames there is no doubt about what is visible.
-        clear = (np.abs(want - (size - 1) / 2) < (size - 1) / 2 - 0.1).all(1) & (
-            np.abs(photo - 0.5) < 0.499
-        ).all(1)
+        clear = (np.abs(want - middle) < middle - 0.1).all(1) & (np.abs(photo - 0.5) < 0.499).all(1)
         assert seen[clear].all()
-        outside = (np.abs(want - (size - 1) / 2) > (size - 1) / 2 + 0.1).any(1)
+        outside = (np.abs(want - middle) > middle + 0.1).any(1)
         assert not seen[outside].any()
 
 
