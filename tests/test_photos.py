@@ -256,3 +256,21 @@ def test_views_of_different_photos_share_nothing(store):
     assert not batch.visible0.any() and not batch.visible1.any()
     some = PhotoPairs(store, strangers=0.5).sample(64, 64, generator(2))
     assert 16 < some.visible0.flatten(1).any(1).sum() < 48
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_what_has_no_match_is_never_the_photo_itself(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = PhotoPairs(PhotoStore(smooth_photos(count)), photometric=False, strangers=1.0)
+    shown = []
+
+    def spy(*arguments):  # noqa: ANN002, ANN202
+        shown.append(arguments[2:4])
+        return render(*arguments)
+
+    monkeypatch.setattr(source, "_render", spy)
+    batch = source.sample(8, 32, generator())
+    (photo, other), (stranger, other_there) = shown
+    if count > 1:
+        assert not any((photo == x).any() for x in (other, stranger, other_there))
+    else:  # nobody else is there
+        assert torch.equal(photo, stranger) and batch.visible0.any()

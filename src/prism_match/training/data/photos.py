@@ -223,9 +223,12 @@ class PhotoPairs:
     def sample(self, batch: int, size: ImageSize, generator: torch.Generator) -> PairBatch:
         draw = Draw(generator)
         to_photo = self._choose_views(draw, batch, size)  # b 2 3 3: pixels of each view -> photo in [0, 1]
-        photo = draw.integer(self.store.count, batch, 4)  # the photo, a distractor for each view, a stranger
+        photo = draw.integer(self.store.count, batch, 1)
+        # A distractor for each view and a stranger: never the photo itself, unless it is the only one.
+        step = 1 + draw.integer(max(self.store.count - 1, 1), batch, 3)
+        photo = torch.cat([photo, (photo + step) % self.store.count], 1)
         mosaic = draw_mosaic(draw, batch, size, self.store)
-        stranger = draw.chance(self.strangers, batch)
+        stranger = draw.chance(self.strangers if self.store.count > 1 else 0.0, batch)
         shown = photo[:, 0], torch.where(stranger, photo[:, 3], photo[:, 0])
         patches = [Patches(draw, batch, size) for _ in range(2)]
         calm = draw.chance(self.calm, batch)
