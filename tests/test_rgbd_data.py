@@ -96,7 +96,8 @@ def test_sequences_of_one_name_are_previewed_each(scene, tmp_path, monkeypatch):
     for room in ("kitchen", "hall"):
         write_sequence(scene, tmp_path / room / "seq-01", scannet=False)
     monkeypatch.chdir(tmp_path / "hall" / "seq-01")
-    arguments = ["data", "preview", "--rgbd", str(tmp_path / "kitchen" / "seq-01"), "--rgbd", ".", "--pairs", "1"]
-    result = CliRunner().invoke(app, [*arguments, "--size", "64", "-o", str(tmp_path / "out")])
+    arguments = ["data", "preview", "--rgbd", str(tmp_path / "kitchen" / "seq-01"), "--rgbd", "."]
+    arguments += ["--pairs", "1", "--size", "64", "-o", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["seq-01-2.png", "seq-01.png"]

@@ -298,7 +298,8 @@ def test_steps_and_creases_between_cells_are_told(turned):
     step, crease = 3.0 * (x > 30), 0.25 * (x - 30).clamp(min=0)
     for shift, least in ((step, 1.5), (crease, 0.3)):
         place, bend = bend_of(shift)
-        assert bend[0] >= least - 1e-4 and bend[1:].max() < 1e-4  # and what is beside them is none the less known
+        # And what is beside them is none the less known.
+        assert bend[0] >= least - 1e-4 and bend[1:].max() < 1e-4
         true = 1.5 * points[1:]
         true[:, 0] += 3.0 if shift is step else 0.25 * (points[1:, 0] - 30)
         torch.testing.assert_close(place[1:], true)

@@ -106,15 +106,16 @@ def warp_between_cells(warp: Tensor, pair: Tensor, points: Tensor) -> tuple[Tens
     x, y = share.split(1, dim=1)
     inside = ((share >= 0) & (share <= 1)).all(1)
     # A step or a crease between two columns (or rows) of cells bends none of the four against the others.
-    (a_x, _, c_x, _), (a_y, b_y, _, _) = (between_cells(_bend_along(warp, k), pair, points)[0] for k in (2, 1))
+    bends = (_bend_along(warp, dim) for dim in (2, 1))
+    (a_x, _, c_x, _), (a_y, b_y, _, _) = (between_cells(bend, pair, points)[0] for bend in bends)
     bend = torch.stack([(a - b - c + d).norm(dim=1), a_x, c_x, a_y, b_y]).amax(0)
     place = (a * (1 - x) + b * x) * (1 - y) + (c * (1 - x) + d * x) * y
     return place, torch.where(inside, bend, torch.inf)
 
 
 def _bend_along(warp: Tensor, dim: int) -> Tensor:
-    """b h w: by how much what is half way from each cell to the next one along `dim` (1 or 2) may be off the
-    line between them, as the cells before and after them tell. A step or crease between the two is in both."""
+    """b h w: by how much what is half way from each cell to the next one along `dim` (1 or 2) may be off
+    the line between them, as the cells before and after them tell: a step or crease is seen from both."""
     steps = warp.diff(dim=dim)
     n = steps.shape[dim]
     change = steps.diff(dim=dim).norm(dim=-1)

@@ -182,8 +182,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def inverse(m: Tensor) -> Tensor:
-    """... 3 3: the inverse by the adjugate, free of synchronisation. Over the determinant, small as it is where
-    pixels become shares of a photo: so the product of two views has a homogeneous w of about 1."""
+    """... 3 3: the inverse by the adjugate, free of synchronisation. Over the determinant, small as it is
+    where pixels become shares of a photo: so the product of two views has a homogeneous w of about 1."""
     r0, r1, r2 = m.unbind(-2)
     cross = torch.linalg.cross
     adjugate = torch.stack([cross(r1, r2), cross(r2, r0), cross(r0, r1)], -1)
