@@ -82,6 +82,18 @@ def test_hard_pairs_are_drawn_more_often_and_the_same_after_resuming(tmp_path: P
     assert sum(whole[4 * 12 :]) / len(whole[4 * 12 :]) > 0.7 > 0.62 > sum(whole[: 4 * 12]) / (4 * 12)
 
 
+def test_a_run_may_begin_to_weigh_pairs_when_it_is_resumed(tmp_path: Path, monkeypatch) -> None:
+    """With other settings, or with its first collection."""
+    monkeypatch.setattr(module, "BLOCK", 10)
+    config = PRESETS["tiny"].replace(phases=(Phase(0.0, 32, 4),), steps=12)
+    Trainer(config, [Weighted(TwoBins())], tmp_path).fit()
+    trainer = Trainer(config.replace(steps=25, difficulty=1.0), [Weighted(TwoBins())], tmp_path)
+    trainer.resume()
+    trainer.fit()
+    assert trainer.step == 25 and trainer.difficulty is not None
+    assert trainer.difficulty.weights.keys() == {2, 3} and trainer.difficulty.found[1].sum() > 0
+
+
 def test_without_difficulty_nothing_is_weighed(tmp_path: Path) -> None:
     config = PRESETS["tiny"].replace(phases=(Phase(0.0, 32, 2),), steps=1)
     assert Trainer(config, [Weighted(TwoBins())], tmp_path / "a").difficulty is None

@@ -120,12 +120,14 @@ def no_patches(b: int, size: int) -> Patches:
     return patches
 
 
-def test_warp_is_the_homography() -> None:
-    b, size = 5, 96
-    views = random_views(Draw(generator(3)), b, size, 4.0)
+@pytest.mark.parametrize(("height", "width", "scale"), [(96, 96, 4.0), (480, 480, 6.0), (832, 640, 6.0)])
+def test_warp_is_the_homography(height: int, width: int, scale: float) -> None:
+    b, size = 5, (height, width)
+    views = random_views(Draw(generator(3)), b, size, scale)
     empty = no_patches(b, size)
     warp, visible = warp_cells(views[:, 0], views[:, 1], empty, empty, size)
-    centres = cell_centres(size, size)
+    centres = cell_centres(height, width)
+    middle = np.array([width - 1, height - 1]) / 2
     for i in range(b):
         h = np.linalg.inv(views[i, 1].double().numpy()) @ views[i, 0].double().numpy()
         want = cv2.perspectiveTransform(centres.view(1, -1, 2).double().numpy(), h)[0]
@@ -136,11 +138,9 @@ def test_warp_is_the_homography() -> None:
         assert seen.any()
         assert np.abs(warp[i].view(-1, 2).numpy() - want)[seen].max() < 0.01
         # Well inside or well outside both frames there is no doubt about what is visible.
-        clear = (np.abs(want - (size - 1) / 2) < (size - 1) / 2 - 0.1).all(1) & (
-            np.abs(photo - 0.5) < 0.499
-        ).all(1)
+        clear = (np.abs(want - middle) < middle - 0.1).all(1) & (np.abs(photo - 0.5) < 0.499).all(1)
         assert seen[clear].all()
-        outside = (np.abs(want - (size - 1) / 2) > (size - 1) / 2 + 0.1).any(1)
+        outside = (np.abs(want - middle) > middle + 0.1).any(1)
         assert not seen[outside].any()
 
 
@@ -256,3 +256,21 @@ def test_views_of_different_photos_share_nothing(store):
     assert not batch.visible0.any() and not batch.visible1.any()
     some = PhotoPairs(store, strangers=0.5).sample(64, 64, generator(2))
     assert 16 < some.visible0.flatten(1).any(1).sum() < 48
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_what_has_no_match_is_never_the_photo_itself(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = PhotoPairs(PhotoStore(smooth_photos(count)), photometric=False, strangers=1.0)
+    shown = []
+
+    def spy(*arguments):  # noqa: ANN002, ANN202
+        shown.append(arguments[2:4])
+        return render(*arguments)
+
+    monkeypatch.setattr(source, "_render", spy)
+    batch = source.sample(8, 32, generator())
+    (photo, other), (stranger, other_there) = shown
+    if count > 1:
+        assert not any((photo == x).any() for x in (other, stranger, other_there))
+    else:  # nobody else is there
+        assert torch.equal(photo, stranger) and batch.visible0.any()

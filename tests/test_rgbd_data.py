@@ -7,7 +7,9 @@ import pytest
 import torch
 from rgbd_for_tests import write_sequence
 from synthetic_scene import Scene, make_scene
+from typer.testing import CliRunner
 
+from prism_match.cli import app
 from prism_match.training.data.rgbd import RGBDPairs, find_sequences, measure_overlap, read_sequence
 from prism_match.training.supervision import coarse_ground_truth
 
@@ -88,3 +90,14 @@ def test_kitchen():
     source = RGBDPairs(KITCHEN, max_frames=12, workers=2)
     batch = source.sample(3, 192, torch.Generator().manual_seed(0))
     assert (coarse_ground_truth(batch).matchable0.sum(1) > 10).all()
+
+
+def test_sequences_of_one_name_are_previewed_each(scene, tmp_path, monkeypatch):
+    for room in ("kitchen", "hall"):
+        write_sequence(scene, tmp_path / room / "seq-01", scannet=False)
+    monkeypatch.chdir(tmp_path / "hall" / "seq-01")
+    arguments = ["data", "preview", "--rgbd", str(tmp_path / "kitchen" / "seq-01"), "--rgbd", "."]
+    arguments += ["--pairs", "1", "--size", "64", "-o", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["seq-01-2.png", "seq-01.png"]

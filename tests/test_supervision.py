@@ -7,7 +7,7 @@ import pytest
 import torch
 from warps_for_tests import warp_by_field, warp_by_homography
 
-from prism_match.training.pairs import PairBatch, cell_centres
+from prism_match.training.pairs import PairBatch, cell_centres, warp_between_cells
 from prism_match.training.supervision import (
     CoarseTruth,
     Warp,
@@ -275,3 +275,31 @@ def test_autocast_costs_no_precision():
         found = both()
     for a, b in zip(expected, found, strict=True):
         assert torch.equal(a.points, b.points) and torch.equal(a.visible, b.visible)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_steps_and_creases_between_cells_are_told(turned):
+    """Surfaces that meet between two columns of cells: no map of the four cells around tells the place."""
+    centres = cell_centres(SIZE, SIZE)[None]
+    x = centres[..., 0]
+    points = torch.tensor([[28.0, 30.0], [44.5, 30.0], [59.0, 59.0]])  # the columns are at 27.5, 35.5, 43.5
+
+    def bend_of(shift):
+        moved = torch.stack([shift, torch.zeros_like(shift)], -1)
+        warp, at = 1.5 * centres + moved, points
+        if turned:
+            warp, at = warp.transpose(1, 2).flip(-1), points.flip(1)
+        place, bend = warp_between_cells(warp, torch.zeros(3, dtype=torch.long), at)
+        return place.flip(1) if turned else place, bend
+
+    place, bend = bend_of(torch.zeros_like(x))
+    torch.testing.assert_close(place, 1.5 * points)
+    assert bend.max() < 1e-4
+    step, crease = 3.0 * (x > 30), 0.25 * (x - 30).clamp(min=0)
+    for shift, least in ((step, 1.5), (crease, 0.3)):
+        place, bend = bend_of(shift)
+        # And what is beside them is none the less known.
+        assert bend[0] >= least - 1e-4 and bend[1:].max() < 1e-4
+        true = 1.5 * points[1:]
+        true[:, 0] += 3.0 if shift is step else 0.25 * (points[1:, 0] - 30)
+        torch.testing.assert_close(place[1:], true)

@@ -82,9 +82,12 @@ def preview(
     options = SourceOptions(photos or (), worlds, colmap or (), megadepth, rgbd or (), variety=variety)
     sources = [weighted.source for weighted in make_sources(options, where)]
     folder = writable_folder(out)
+    names: list[str] = []  # sequences in different folders may have the same name
     for source in sources:
         generator = torch.Generator(getattr(source, "device", "cpu")).manual_seed(seed)
-        path = folder / f"{source.name}.png"
+        names.append(source.name)
+        again = names.count(source.name)
+        path = folder / (f"{source.name}.png" if again == 1 else f"{source.name}-{again}.png")
         write_png(path, draw(source.sample(pairs, size, generator)))
         print(path)
 

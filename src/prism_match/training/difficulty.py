@@ -26,7 +26,8 @@ class Difficulty:
         self.power, self.world = power, world
         self.found = torch.zeros(2, bins, device=device)  # of earlier blocks: sum of shares found, and pairs
         self.block = torch.zeros_like(self.found)  # of this one, in this process
-        self.weights = {0: torch.ones(bins, device=device)}  # of blocks, by their number
+        self.equal = torch.ones(bins, device=device)  # of blocks before which nothing was counted
+        self.weights = {0: self.equal}  # of blocks, by their number
         self.ready: torch.cuda.Event | None = None  # when the newest weights are there
 
     def add(self, bins: Tensor, found: Tensor) -> None:
@@ -43,7 +44,7 @@ class Difficulty:
         self.found = KEEP * self.found + self.world.sum(self.block)
         self.block = torch.zeros_like(self.block)
         number = (step + AHEAD) // BLOCK
-        self.weights = {number - 1: self.weights[number - 1], number: self._weigh()}
+        self.weights = {number - 1: self._of_block(number - 1), number: self._weigh()}
         if self.found.is_cuda:
             self.ready = torch.cuda.Event()
             self.ready.record()
@@ -56,7 +57,11 @@ class Difficulty:
 
     def of(self, step: int) -> Tensor:
         """The weights of the bins for update number `step`, counted from 0."""
-        return self.weights[step // BLOCK]
+        return self._of_block(step // BLOCK)
+
+    def _of_block(self, number: int) -> Tensor:
+        """A run may have begun without counting."""
+        return self.weights.get(number, self.equal)
 
     def state(self) -> dict[str, Tensor]:
         """Of several processes the first one saves, so that what the others have counted since the weights

@@ -100,9 +100,29 @@ def between_cells(maps: Tensor, pair: Tensor, points: Tensor) -> tuple[Tensor, T
 
 def warp_between_cells(warp: Tensor, pair: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
     """Where points (n 2) of image 0 of pairs (n) are in image 1 (n 2), by the four cells around them, and by
-    how many pixels these do not fit a plane (n; infinite: it is between none). warp: b h w 2."""
+    how many pixels these, and those beside them, do not fit a plane (n; infinite: it is between none).
+    warp: b h w 2."""
     (a, b, c, d), share = between_cells(warp, pair, points)
     x, y = share.split(1, dim=1)
     inside = ((share >= 0) & (share <= 1)).all(1)
-    bend = torch.where(inside, (a - b - c + d).norm(dim=1), torch.inf)
-    return (a * (1 - x) + b * x) * (1 - y) + (c * (1 - x) + d * x) * y, bend
+    # A step or a crease between two columns (or rows) of cells bends none of the four against the others.
+    bends = (_bend_along(warp, dim) for dim in (2, 1))
+    (a_x, _, c_x, _), (a_y, b_y, _, _) = (between_cells(bend, pair, points)[0] for bend in bends)
+    bend = torch.stack([(a - b - c + d).norm(dim=1), a_x, c_x, a_y, b_y]).amax(0)
+    place = (a * (1 - x) + b * x) * (1 - y) + (c * (1 - x) + d * x) * y
+    return place, torch.where(inside, bend, torch.inf)
+
+
+def _bend_along(warp: Tensor, dim: int) -> Tensor:
+    """b h w: by how much what is half way from each cell to the next one along `dim` (1 or 2) may be off
+    the line between them, as the cells before and after them tell: a step or crease is seen from both."""
+    steps = warp.diff(dim=dim)
+    n = steps.shape[dim]
+    change = steps.diff(dim=dim).norm(dim=-1)
+    if n < 2:
+        return torch.zeros_like(warp[..., 0])
+    before, after = (torch.arange(n, device=warp.device) - k for k in (1, 0))
+    both = [change.index_select(dim, i.clamp(0, n - 2)) for i in (before, after)]
+    least = torch.minimum(*both) / 2
+    # Nothing is behind the last cell, so what is asked of it does not count.
+    return torch.cat([least, least.narrow(dim, n - 1, 1)], dim)

@@ -182,10 +182,12 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def inverse(m: Tensor) -> Tensor:
-    """... 3 3: inverse up to scale (the adjugate), enough for homographies and free of synchronisation."""
+    """... 3 3: the inverse by the adjugate, free of synchronisation. Over the determinant, small as it is
+    where pixels become shares of a photo: so the product of two views has a homogeneous w of about 1."""
     r0, r1, r2 = m.unbind(-2)
     cross = torch.linalg.cross
-    return torch.stack([cross(r1, r2), cross(r2, r0), cross(r0, r1)], -1)
+    adjugate = torch.stack([cross(r1, r2), cross(r2, r0), cross(r0, r1)], -1)
+    return adjugate / (r0 * adjugate[..., 0]).sum(-1)[..., None, None]
 
 
 def transform(h: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,9 +223,12 @@ class PhotoPairs:
     def sample(self, batch: int, size: ImageSize, generator: torch.Generator) -> PairBatch:
         draw = Draw(generator)
         to_photo = self._choose_views(draw, batch, size)  # b 2 3 3: pixels of each view -> photo in [0, 1]
-        photo = draw.integer(self.store.count, batch, 4)  # the photo, a distractor for each view, a stranger
+        photo = draw.integer(self.store.count, batch, 1)
+        # A distractor for each view and a stranger: never the photo itself, unless it is the only one.
+        step = 1 + draw.integer(max(self.store.count - 1, 1), batch, 3)
+        photo = torch.cat([photo, (photo + step) % self.store.count], 1)
         mosaic = draw_mosaic(draw, batch, size, self.store)
-        stranger = draw.chance(self.strangers, batch)
+        stranger = draw.chance(self.strangers if self.store.count > 1 else 0.0, batch)
         shown = photo[:, 0], torch.where(stranger, photo[:, 3], photo[:, 0])
         patches = [Patches(draw, batch, size) for _ in range(2)]
         calm = draw.chance(self.calm, batch)
@@ -347,7 +352,6 @@ def _warp(source: Tensor, target: Tensor, x: Tensor, y: Tensor, size: ImageSize)
     """Points (x, y: 1 n) of the source view -> b n 2 in the target view, and whether both show the photo."""
     u, v, w0 = transform(source, x, y)
     wx, wy, w1 = transform(product(inverse(target), source), x, y)
-    # The adjugate's sign is that of the determinant; views are never mirrored, so it is positive.
     height, width = shape_of(size)
     inside = (wx >= 0) & (wx <= width - 1) & (wy >= 0) & (wy <= height - 1) & (w0 > 0) & (w1 > 0)
     return torch.stack([wx, wy], -1), inside & (u > 0) & (u < 1) & (v > 0) & (v < 1)

@@ -45,7 +45,7 @@ class RGBDPairs(PosedPairs):
                 log.warning("%s: no two frames overlap by %s to %s", scene, *overlap)
         if not scenes:
             raise UserError(f"{folder}: no two frames overlap by {overlap[0]} to {overlap[1]}")
-        super().__init__(folder.name, scenes, device, workers)
+        super().__init__(folder.resolve().name, scenes, device, workers)
 
 
 def spaced(frames: list[Frame], most: int = MOST_FRAMES) -> list[Frame]:
