@@ -342,6 +342,24 @@ def test_a_changed_photo_is_matched_again(tmp_path):
     assert all("view1.png" in pair for pair in again.matched)
 
 
+def test_a_photo_that_changed_before_a_kill_is_matched_again(tmp_path, monkeypatch):
+    """The run that found it changed got no further than its first part."""
+    scene, folder, matcher = make_photos(tmp_path / "scene", 3)
+    match_all(matcher, folder, tmp_path / "m.h5")
+    write_noise(folder / "view1.png", 0)
+    files = {p.name: p for p in sorted(folder.iterdir())}
+    engine = Engine(Prism(SyntheticMatcher(scene)), Resize.largest(matcher.size))
+    with MatchStore(tmp_path / "m.h5", engine.settings) as store:
+        for outcome in engine.match(files, [("view0.png", "view1.png")], store):
+            monkeypatch.setattr(store, "merge", lambda: None)
+            assert outcome.matches is not None
+    assert list((tmp_path / "m.parts").glob("*.h5"))
+    assert ("view1.png", "view2.png") not in MatchStore(tmp_path / "m.h5")
+    again = SyntheticMatcher(scene)
+    store, _ = match_all(again, folder, tmp_path / "m.h5")
+    assert again.matched == [("view1.png", "view2.png")] and len(store) == 3
+
+
 def test_a_broken_photo_is_named_and_skipped(tmp_path):
     scene, folder, matcher = make_photos(tmp_path / "scene", 4)
     (folder / "view2.png").write_bytes((folder / "view2.png").read_bytes()[:200])
