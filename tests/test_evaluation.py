@@ -29,7 +29,7 @@ from prism_match.cli.eval import evaluate
 from prism_match.config import PRESETS
 from prism_match.engine.methods import Plugin, Resized, ResizedImages, Sift, as_method, make_matches
 from prism_match.engine.photos import Resize, scale_points, scaling
-from prism_match.evaluation import Benchmark
+from prism_match.evaluation import Benchmark, runner
 from prism_match.evaluation.benchmarks import BENCHMARKS
 from prism_match.evaluation.hpatches import evaluate_homography, read_hpatches, read_sequence
 from prism_match.evaluation.masks import mask_quality, summarise
@@ -346,6 +346,35 @@ def test_other_settings_begin_anew(megadepth: Path, tmp_path: Path, capsys: pyte
     method = Oracle(pairs)
     evaluate_pose(pairs, method, SIZE, threshold=0.7, run=run)
     assert method.matched == 5 and "begun anew" in capsys.readouterr().err
+
+    other = Oracle(pairs)
+    other.precision = "bfloat16"
+    evaluate_pose(pairs, other, SIZE, threshold=0.7, run=run)
+    assert other.matched == 5 and "begun anew" in capsys.readouterr().err
+
+
+def test_a_pair_that_could_not_be_matched_is_tried_again(
+    megadepth: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs, run = read_megadepth(megadepth), Run(out=tmp_path)
+    with monkeypatch.context() as patched:
+        real = runner.match_all
+        patched.setattr(
+            runner,
+            "match_all",
+            lambda *given: ((p, "its worker died" if p is pairs[1] else m) for p, m in real(*given)),
+        )
+        assert list(evaluate_pose(pairs, Oracle(pairs), SIZE, run=run).failures) == [pairs[1].name]
+    method = Oracle(pairs)
+    assert not evaluate_pose(pairs, method, SIZE, run=run).failures and method.matched == 1
+
+
+def test_an_empty_photo_costs_its_pairs_alone(sequences: Path, tmp_path: Path) -> None:
+    shutil.copytree(sequences, tmp_path / "data")
+    (tmp_path / "data" / "i_b" / "3.png").write_bytes(b"")
+    pairs = read_hpatches(tmp_path / "data")
+    result = evaluate_homography(pairs, "sift", 60, run=Run(out=tmp_path / "out"))
+    assert "the file is empty" in result.failures["i_b/1-3"] and len(result.scores) == 6
 
 
 def test_what_has_changed_is_measured_again(megadepth: Path, tmp_path: Path) -> None:
