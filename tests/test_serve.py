@@ -497,6 +497,9 @@ def test_token(matcher: Matcher) -> None:
 def test_without_a_token_only_this_machine(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = photo(0), photo(1)
     refused(server.match(a, b, headers={"Host": "photos.example"}), 403, "answers to localhost only")
+    for path in ("/v1/info", "/metrics"):  # what is no name, and no page, at all
+        refused(server.client.get(path, headers={"Host": "[::1"}), 403, "answers to localhost only")
+        refused(server.client.get(path, headers={"Origin": "http://[x"}), 403, "other sites")
     refused(server.match(a, b, headers={"Origin": "http://elsewhere.example"}), 403, "pages of other sites")
     for headers in ({"Origin": server.url}, {"Host": f"localhost:{server.port}"}, {"Host": "[::1]"}):
         assert server.match(a, b, headers=headers).status_code == 200
