@@ -519,6 +519,8 @@ def test_without_a_token_only_this_machine(server: Running, capsys: pytest.Captu
         ({"places": 0}, "places must be above 0, not 0"),
         ({"batch": 0}, "batch must be at least 1, not 0"),
         ({"timeout": -1.0}, "timeout must be above 0"),
+        ({"timeout": float("inf")}, "timeout must be finite"),
+        ({"features_mib": float("inf")}, "features-mib must be finite"),
         ({"features_mib": -1.0}, "features-mib must be at least 0"),
         ({"port": 70_000}, "port must be from 0 to 65535"),
         ({"token": "two words"}, "the token must be of printable ASCII"),
