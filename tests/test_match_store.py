@@ -474,6 +474,29 @@ def test_features_on_disk_change_nothing(tmp_path, photo):
     np.testing.assert_allclose(results[1]["0.png", "3.png"].keypoints0, alone.keypoints0)
 
 
+def test_features_of_a_killed_run_in_another_precision_are_not_used(tmp_path, photo):
+    files = {f"{n}.png": tmp_path / f"{n}.png" for n in range(4)}
+    for n, path in enumerate(files.values()):
+        write_png(path, photo[20 * n : 20 * n + 90, 30 * n : 30 * n + 120])
+    names = list(files)
+    every = [(names[a], names[b]) for a, b in pairs.exhaustive(4)]
+    config = PRESETS["tiny"].replace(theta_c=0.0)
+    limits = Limits(memory=2**18, disk=2**30, folder=str(tmp_path / "features"))
+    matchers = [
+        Matcher(device="cpu", rescale="never", size=96, config=config, precision=precision)
+        for precision in ("bf16", "fp32")
+    ]
+    killed = Engine(Prism(matchers[0]), Resize.largest(96), limits).match(files, every)
+    for _ in range(3):
+        next(killed)
+    assert list((tmp_path / "features").iterdir())
+    engine = Engine(Prism(matchers[1]), Resize.largest(96), limits)
+    for outcome in engine.match(files, every):
+        alone = matchers[1].match(*(files[name] for name in outcome.pair))
+        np.testing.assert_array_equal(outcome.matches.keypoints1, alone.keypoints1)
+    killed.close()
+
+
 def test_bundled_photos_go_through_the_real_matcher(tmp_path):
     """The names of the store are the given ones, the pixels those of the files."""
     matcher = Matcher(device="cpu", rescale="never", size=64, config=PRESETS["tiny"].replace(theta_c=0.0))
