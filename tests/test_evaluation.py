@@ -595,15 +595,22 @@ def test_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, megadepth: Path
         "def nothing(a, b): pass\n"
         "def three(a, b): return np.zeros((4, 3)), np.zeros((4, 3))\n"
         "number = 7\n"
+        "import torch\n"
+        "wrapped = torch.inference_mode()(bad)\n"
+        "class Called:\n"
+        "    def __call__(self, a, b): pass\n"
+        "called = Called()\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     result = evaluate_pose(read_megadepth(megadepth), "mine_for_test:match", SIZE)
     assert result.mean("matches") == 1 and len(result.failures) == 5
-    before = as_method("mine_for_test:match").settings
+    names = [f"mine_for_test:{name}" for name in ("match", "wrapped", "called")]
+    before = [as_method(name).settings for name in names]
     with (tmp_path / "mine_for_test.py").open("a") as file:
         file.write("# changed\n")
-    assert as_method("mine_for_test:match").settings != before, "a changed function has no cache yet"
+    for name, old in zip(names, before, strict=True):
+        assert as_method(name).settings != old, "a changed function has no cache yet"
     with pytest.raises(UserError, match="2 points"):
         evaluate_pose(read_megadepth(megadepth), "mine_for_test:bad", SIZE)
     for name, word in (("nothing", "points0"), ("three", "shape")):
