@@ -280,7 +280,7 @@ def load_function(name: str) -> MatchFunction:
 
 def hash_source(name: str, function: MatchFunction) -> str:
     """Of the module that it is named by and the file that it is in, so that a changed one does not get the
-    matches of the old. It may be wrapped, as by `torch.no_grad()`, or no function at all but called like one."""
+    matches of the old. It may be wrapped, as by `torch.no_grad()`, or an object that is called like one."""
     files = []
     for item in (inspect.unwrap(function), sys.modules.get(name.partition(":")[0])):
         with suppress(OSError, TypeError):  # built in, or typed in at the prompt

@@ -247,9 +247,7 @@ class Engine:
             wanted = {photos[name].digest for pair in pairs for name in pair}
             # A run that goes on in another precision cannot use what the killed one saw.
             settings = short_hash([self.settings, self.method.precision])
-            shelf = Shelf(
-                Path(self.limits.folder), self.limits.disk, settings, wanted, self.method.unpack
-            )
+            shelf = Shelf(Path(self.limits.folder), self.limits.disk, settings, wanted, self.method.unpack)
         cache = FeatureCache(self.limits.memory, shelf) if self.kept is None else self.kept
         with Decoder(self, cache) as decoder:
             order = arrange(pairs, self._room(photos[pairs[0][0]], decoder, cache))

@@ -141,9 +141,7 @@ def evaluate(
     size = {"size": resizing.side, "resize": str(resizing)}
     settings = {**size, **settings, "method_settings": method.settings}
     scores = {p.name: failed(p, missing[p.name]) for p in usable if p.name in missing}
-    journal = Journal(
-        run.out, {"benchmark": benchmark, **settings, "computed_in": method.precision}, usable
-    )
+    journal = Journal(run.out, {"benchmark": benchmark, **settings, "computed_in": method.precision}, usable)
     scores |= {k: v for k, v in journal.done.items() if k not in scores}
     left = [p for p in usable if p.name not in scores]
     clock = Clock()
