@@ -22,7 +22,7 @@ from prism_match.images import load_image
 from prism_match.locating import around
 from prism_match.matcher import PairMatcher
 from prism_match.matches import Matches
-from prism_match.training.calibration import true_place
+from prism_match.training.calibration import held_out, true_place
 from prism_match.training.pairs import PairBatch, cell_centres
 
 
@@ -135,6 +135,16 @@ def test_a_calibration_is_for_its_weights_alone(tmp_path: Path, tiny_weights: Pa
         PairMatcher(tiny_weights, calibration=tmp_path / "none.json")
     with pytest.raises(UserError, match="calibration"):
         PairMatcher(tiny_weights).locate(np.zeros((64, 64)), np.zeros((64, 64)), np.zeros((1, 2)))
+
+
+def test_a_calibration_that_cannot_be_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    command = ["calibrate", "--photos", str(tmp_path), "-o", str(tmp_path / "file" / "mine.json")]
+    result = CliRunner().invoke(app, command)  # before any work
+    assert isinstance(result.exception, UserError) and "cannot be made a folder" in str(result.exception)
+    random = np.random.default_rng(0)
+    with pytest.raises(UserError, match="too few pairs have matches"):  # none in the half that is held out
+        held_out(random.normal(size=(50, TERMS)), random.exponential(2, 50), np.zeros(50, int))
 
 
 def test_the_shipped_calibration_is_for_the_shipped_weights() -> None:

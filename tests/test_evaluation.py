@@ -29,7 +29,7 @@ from prism_match.cli.eval import evaluate
 from prism_match.config import PRESETS
 from prism_match.engine.methods import Plugin, Resized, ResizedImages, Sift, as_method, make_matches
 from prism_match.engine.photos import Resize, scale_points, scaling
-from prism_match.evaluation import Benchmark
+from prism_match.evaluation import Benchmark, runner
 from prism_match.evaluation.benchmarks import BENCHMARKS
 from prism_match.evaluation.hpatches import evaluate_homography, read_hpatches, read_sequence
 from prism_match.evaluation.masks import mask_quality, summarise
@@ -347,6 +347,35 @@ def test_other_settings_begin_anew(megadepth: Path, tmp_path: Path, capsys: pyte
     evaluate_pose(pairs, method, SIZE, threshold=0.7, run=run)
     assert method.matched == 5 and "begun anew" in capsys.readouterr().err
 
+    other = Oracle(pairs)
+    other.precision = "bfloat16"
+    evaluate_pose(pairs, other, SIZE, threshold=0.7, run=run)
+    assert other.matched == 5 and "begun anew" in capsys.readouterr().err
+
+
+def test_a_pair_that_could_not_be_matched_is_tried_again(
+    megadepth: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs, run = read_megadepth(megadepth), Run(out=tmp_path)
+    with monkeypatch.context() as patched:
+        real = runner.match_all
+        patched.setattr(
+            runner,
+            "match_all",
+            lambda *given: ((p, "its worker died" if p is pairs[1] else m) for p, m in real(*given)),
+        )
+        assert list(evaluate_pose(pairs, Oracle(pairs), SIZE, run=run).failures) == [pairs[1].name]
+    method = Oracle(pairs)
+    assert not evaluate_pose(pairs, method, SIZE, run=run).failures and method.matched == 1
+
+
+def test_an_empty_photo_costs_its_pairs_alone(sequences: Path, tmp_path: Path) -> None:
+    shutil.copytree(sequences, tmp_path / "data")
+    (tmp_path / "data" / "i_b" / "3.png").write_bytes(b"")
+    pairs = read_hpatches(tmp_path / "data")
+    result = evaluate_homography(pairs, "sift", 60, run=Run(out=tmp_path / "out"))
+    assert "the file is empty" in result.failures["i_b/1-3"] and len(result.scores) == 6
+
 
 def test_what_has_changed_is_measured_again(megadepth: Path, tmp_path: Path) -> None:
     pairs, run = read_megadepth(megadepth), Run(out=tmp_path)
@@ -566,15 +595,22 @@ def test_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, megadepth: Path
         "def nothing(a, b): pass\n"
         "def three(a, b): return np.zeros((4, 3)), np.zeros((4, 3))\n"
         "number = 7\n"
+        "import torch\n"
+        "wrapped = torch.inference_mode()(bad)\n"
+        "class Called:\n"
+        "    def __call__(self, a, b): pass\n"
+        "called = Called()\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     result = evaluate_pose(read_megadepth(megadepth), "mine_for_test:match", SIZE)
     assert result.mean("matches") == 1 and len(result.failures) == 5
-    before = as_method("mine_for_test:match").settings
+    names = [f"mine_for_test:{name}" for name in ("match", "wrapped", "called")]
+    before = [as_method(name).settings for name in names]
     with (tmp_path / "mine_for_test.py").open("a") as file:
         file.write("# changed\n")
-    assert as_method("mine_for_test:match").settings != before, "a changed function has no cache yet"
+    for name, old in zip(names, before, strict=True):
+        assert as_method(name).settings != old, "a changed function has no cache yet"
     with pytest.raises(UserError, match="2 points"):
         evaluate_pose(read_megadepth(megadepth), "mine_for_test:bad", SIZE)
     for name, word in (("nothing", "points0"), ("three", "shape")):

@@ -18,9 +18,11 @@ from typer.testing import CliRunner
 
 from prism_match import PRISM, Matches, UserError
 from prism_match.cli.export import export_app
+from prism_match.engine import MatchStore
 from prism_match.export.hloc import (
     DenseMatches,
     HlocKeypoints,
+    export_hloc,
     read_dense_matches,
     read_features,
     read_sparse_matches,
@@ -165,6 +167,30 @@ def test_export_of_single_pairs(tmp_path: Path) -> None:
             mine = (points.keypoints0, points.keypoints1)[side]
             nearest = np.linalg.norm(there[:, None] - mine[None], axis=2).min(axis=1)
             assert len(nearest) > 20 and nearest.max() <= 1.0
+
+
+@pytest.mark.parametrize("count", [0, 40])
+def test_images_and_pairs_without_matches_are_exported_too(tmp_path: Path, count: int) -> None:
+    """hloc asks for each pair of pairs.txt, and for the key points of each image."""
+    pairs = {("a.jpg", "b.jpg"): random_matches(0, count), ("a.jpg", "c.jpg"): random_matches(1, 0)}
+    with MatchStore(tmp_path / "store.h5", {}) as store:
+        store.add(pairs, dict.fromkeys(("a.jpg", "b.jpg", "c.jpg"), ""))
+        store.merge()
+    counts = export_hloc([tmp_path / "store.h5"], tmp_path)
+    assert (counts["images"], counts["pairs"]) == (3, 2) and (counts["matches"] > 0) == (count > 0)
+    with h5py.File(tmp_path / "features.h5") as features, h5py.File(tmp_path / "matches.h5") as matches:
+        for line in (tmp_path / "pairs.txt").read_text().splitlines():
+            first, second = line.split()
+            group = matches[f"{first}/{second}"]
+            assert len(group["matches0"]) == len(group["matching_scores0"]) == len(features[first]["scores"])
+        assert features["c.jpg"]["keypoints"].shape == (0, 2)
+
+
+def test_one_image_under_two_names_is_refused(tmp_path: Path) -> None:
+    one = HlocKeypoints(np.zeros((0, 2), np.float32), np.zeros(0, np.float32))
+    with pytest.raises(UserError, match="under two names"):
+        write_features(tmp_path / "features.h5", {"a.jpg": one, "./a.jpg": one})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name, reason", [("no.npz", "no such file"), ("bad.h5", "not a file of matches")])

@@ -545,6 +545,8 @@ def test_the_three_layouts_are_scored(scene: Scene, sequence: Path, tmp_path: Pa
     ({"top": 0}, "at least 1"),
     ({"data": Path("/nowhere")}, "no cameras.txt, RGB-D sequence or COLMAP model"),
     ({"depth_scale": 0.0}, "scale of depth must be positive"),
+    ({"threshold": float("nan")}, "threshold must be positive"),
+    ({"depth_scale": float("nan")}, "scale of depth must be positive"),
     ({"pair_list": Path("/nowhere")}, "/nowhere: cannot be read"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_told(sequence: Path, change: dict, reason: str) -> None:
@@ -555,7 +557,7 @@ def test_what_cannot_be_measured_is_told(sequence: Path, change: dict, reason: s
 
 def test_limits_are_parsed() -> None:
     assert parse_limits("0.25,2") == (0.25, 2.0)
-    for text in ("0.25", "a,b", "1,2,3"):
+    for text in ("0.25", "a,b", "1,2,3", "nan,2", "0.25,-2"):
         with pytest.raises(UserError, match="--within is METRES,DEGREES"):
             parse_limits(text)
 

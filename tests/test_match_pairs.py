@@ -243,6 +243,8 @@ def test_a_list_of_pairs_is_read(tmp_path):
     file.write_text("# two names\nb a\na b\n\nc c\nwith space\tc\n")
     listed = PairList.read(file)
     assert [(listed.names[i], listed.names[j]) for i, j in listed.pairs] == [("b", "a"), ("with space", "c")]
+    file.write_bytes(b"\xef\xbb\xbfa b\r\nb c\r\n")  # as editors of Windows write it
+    assert PairList.read(file).names == ["a", "b", "c"]
     file.write_text("a b\na b c\n")
     with pytest.raises(UserError, match="line 2: 3 words"):
         PairList.read(file)

@@ -342,6 +342,24 @@ def test_a_changed_photo_is_matched_again(tmp_path):
     assert all("view1.png" in pair for pair in again.matched)
 
 
+def test_a_photo_that_changed_before_a_kill_is_matched_again(tmp_path, monkeypatch):
+    """The run that found it changed got no further than its first part."""
+    scene, folder, matcher = make_photos(tmp_path / "scene", 3)
+    match_all(matcher, folder, tmp_path / "m.h5")
+    write_noise(folder / "view1.png", 0)
+    files = {p.name: p for p in sorted(folder.iterdir())}
+    engine = Engine(Prism(SyntheticMatcher(scene)), Resize.largest(matcher.size))
+    with MatchStore(tmp_path / "m.h5", engine.settings) as store:
+        for outcome in engine.match(files, [("view0.png", "view1.png")], store):
+            monkeypatch.setattr(store, "merge", lambda: None)
+            assert outcome.matches is not None
+    assert list((tmp_path / "m.parts").glob("*.h5"))
+    assert ("view1.png", "view2.png") not in MatchStore(tmp_path / "m.h5")
+    again = SyntheticMatcher(scene)
+    store, _ = match_all(again, folder, tmp_path / "m.h5")
+    assert again.matched == [("view1.png", "view2.png")] and len(store) == 3
+
+
 def test_a_broken_photo_is_named_and_skipped(tmp_path):
     scene, folder, matcher = make_photos(tmp_path / "scene", 4)
     (folder / "view2.png").write_bytes((folder / "view2.png").read_bytes()[:200])
@@ -454,6 +472,29 @@ def test_features_on_disk_change_nothing(tmp_path, photo):
     for pair, m in results[0].items():
         np.testing.assert_allclose(m.keypoints1, results[1][pair].keypoints1, atol=1e-4)
     np.testing.assert_allclose(results[1]["0.png", "3.png"].keypoints0, alone.keypoints0)
+
+
+def test_features_of_a_killed_run_in_another_precision_are_not_used(tmp_path, photo):
+    files = {f"{n}.png": tmp_path / f"{n}.png" for n in range(4)}
+    for n, path in enumerate(files.values()):
+        write_png(path, photo[20 * n : 20 * n + 90, 30 * n : 30 * n + 120])
+    names = list(files)
+    every = [(names[a], names[b]) for a, b in pairs.exhaustive(4)]
+    config = PRESETS["tiny"].replace(theta_c=0.0)
+    limits = Limits(memory=2**18, disk=2**30, folder=str(tmp_path / "features"))
+    matchers = [
+        Matcher(device="cpu", rescale="never", size=96, config=config, precision=precision)
+        for precision in ("bf16", "fp32")
+    ]
+    killed = Engine(Prism(matchers[0]), Resize.largest(96), limits).match(files, every)
+    for _ in range(3):
+        next(killed)
+    assert list((tmp_path / "features").iterdir())
+    engine = Engine(Prism(matchers[1]), Resize.largest(96), limits)
+    for outcome in engine.match(files, every):
+        alone = matchers[1].match(*(files[name] for name in outcome.pair))
+        np.testing.assert_array_equal(outcome.matches.keypoints1, alone.keypoints1)
+    killed.close()
 
 
 def test_bundled_photos_go_through_the_real_matcher(tmp_path):

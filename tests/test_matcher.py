@@ -22,7 +22,9 @@ from prism_match import Matcher, Matches, UserError, geometry, tiles
 from prism_match import matcher as matcher_module
 from prism_match.config import PRESETS
 from prism_match.engine.features import held_bytes
-from prism_match.engine.methods import prism_settings
+from prism_match.engine.methods import Prism, prism_settings
+from prism_match.engine.photos import Resize
+from prism_match.images import load_image
 from prism_match.weights import load_model, weights_info
 from prism_match.weights.store import export_weights
 
@@ -370,6 +372,16 @@ def test_only_pairs_that_hardly_match_are_tried_at_other_scales(
         assert len(matcher.match(image, image)) == 3
         list(matcher.match_many([(image, image)]))
         assert len(calls) == 2 * expected
+
+
+def test_long_images_that_hardly_match_are_no_error(photo: np.ndarray) -> None:
+    """Shrunk, to be tried at other scales, they are narrower than any image that may be given."""
+    matcher = Matcher(config=TINY, device="cpu", rotate="never", size=160, threshold=0.9)
+    long = noise(40, 1200)
+    for pair in ((photo, long), (long, photo), (long, long)):
+        assert len(matcher.match(*pair)) == 0
+    prepared = Prism(matcher).prepare(load_image(long), Resize(longer=160))  # as a benchmark has it
+    assert prepared.size == (1200, 40)
 
 
 def test_matches_at_other_scales_are_not_taken_for_those_of_one_pass() -> None:

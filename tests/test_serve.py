@@ -497,6 +497,9 @@ def test_token(matcher: Matcher) -> None:
 def test_without_a_token_only_this_machine(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = photo(0), photo(1)
     refused(server.match(a, b, headers={"Host": "photos.example"}), 403, "answers to localhost only")
+    for path in ("/v1/info", "/metrics"):  # what is no name, and no page, at all
+        refused(server.client.get(path, headers={"Host": "[::1"}), 403, "answers to localhost only")
+        refused(server.client.get(path, headers={"Origin": "http://[x"}), 403, "other sites")
     refused(server.match(a, b, headers={"Origin": "http://elsewhere.example"}), 403, "pages of other sites")
     for headers in ({"Origin": server.url}, {"Host": f"localhost:{server.port}"}, {"Host": "[::1]"}):
         assert server.match(a, b, headers=headers).status_code == 200
@@ -516,6 +519,8 @@ def test_without_a_token_only_this_machine(server: Running, capsys: pytest.Captu
         ({"places": 0}, "places must be above 0, not 0"),
         ({"batch": 0}, "batch must be at least 1, not 0"),
         ({"timeout": -1.0}, "timeout must be above 0"),
+        ({"timeout": float("inf")}, "timeout must be finite"),
+        ({"features_mib": float("inf")}, "features-mib must be finite"),
         ({"features_mib": -1.0}, "features-mib must be at least 0"),
         ({"port": 70_000}, "port must be from 0 to 65535"),
         ({"token": "two words"}, "the token must be of printable ASCII"),

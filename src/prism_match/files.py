@@ -236,7 +236,7 @@ def read_words(path: Path, tabs: bool = False) -> list[tuple[int, list[str]]]:
 def each_line(path: Path, tabs: bool = False) -> Iterator[tuple[int, list[str]]]:
     """What `read_words` gives, of a file that may be larger than the memory."""
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:  # editors of Windows begin files with a mark
             for number, line in enumerate(lines, 1):
                 words = [w.strip() for w in line.split("\t")] if tabs and "\t" in line else line.split()
                 if words and not words[0].startswith("#"):

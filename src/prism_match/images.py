@@ -74,7 +74,8 @@ def load_image(source: ImageLike) -> Image:
     """Any of: a path, a PIL image, an array (h w or h w 1|3|4; 8 or 16 bit, or float in [0, 1]) or a
     tensor (the same, channels first). Colours are RGB; what an alpha channel hides is not matched."""
     image = to_image(source, "an image")
-    if min(image.size) < SMALLEST:
+    # What is an `Image` was looked at when it was read: a long one may have become narrow since.
+    if image is not source and min(image.size) < SMALLEST:
         width, height = image.size
         raise UserError(
             f"{image.name}: too small ({width}x{height}); at least {SMALLEST} pixels a side are needed"

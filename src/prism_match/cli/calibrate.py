@@ -23,6 +23,7 @@ def calibrate(
 
     Example: prism calibrate --weights mine.safetensors --photos my-photos -o mine.json
     """
+    from prism_match.files import writable_folder
     from prism_match.matcher import PairMatcher
     from prism_match.training.calibration import CalibrationConfig
     from prism_match.training.calibration import calibrate as fit
@@ -30,6 +31,7 @@ def calibrate(
 
     if out.suffix != ".json":
         raise UserError(f"{out}: a calibration is a .json file")
+    writable_folder(out.parent)
     logging.basicConfig(format="%(message)s")
     matcher = PairMatcher(weights, device=device, rescale="never")
     options = SourceOptions(photos=photos, worlds=True, compile=False)

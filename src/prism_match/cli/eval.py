@@ -145,6 +145,8 @@ def parse_limits(text: str) -> tuple[float, float]:
     """METRES,DEGREES"""
     try:
         metres, degrees = map(float, text.split(","))
-    except ValueError as error:
-        raise UserError(f"--within is METRES,DEGREES, such as 0.25,2, not {text!r}") from error
+    except ValueError:
+        metres = degrees = -1.0
+    if not (metres > 0 and degrees > 0):
+        raise UserError(f"--within is METRES,DEGREES, such as 0.25,2, not {text!r}")
     return metres, degrees

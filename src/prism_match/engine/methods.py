@@ -16,6 +16,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -230,7 +231,7 @@ class Plugin(ResizedImages):
 
     def __init__(self, name: str, function: MatchFunction):
         self.name, self.function = name, function
-        self.settings = {"method": name, "source": hash_source(function)}
+        self.settings = {"method": name, "source": hash_source(name, function)}
 
     def extract(self, prepared: Sequence[Resized]) -> list[Resized]:
         return list(prepared)
@@ -277,13 +278,14 @@ def load_function(name: str) -> MatchFunction:
     return found
 
 
-def hash_source(function: MatchFunction) -> str:
-    """Of the file that the function is in, so that a changed one does not get the matches of the old."""
-    try:
-        source = Path(inspect.getsourcefile(function) or "").read_bytes()
-    except (OSError, TypeError):  # built in, or typed in at the prompt
-        return ""
-    return hashlib.sha256(source).hexdigest()[:16]
+def hash_source(name: str, function: MatchFunction) -> str:
+    """Of the module that it is named by and the file that it is in, so that a changed one does not get the
+    matches of the old. It may be wrapped, as by `torch.no_grad()`, or an object that is called like one."""
+    files = []
+    for item in (inspect.unwrap(function), sys.modules.get(name.partition(":")[0])):
+        with suppress(OSError, TypeError):  # built in, or typed in at the prompt
+            files.append(Path(inspect.getsourcefile(item) or "").read_bytes())  # type: ignore[arg-type]
+    return hashlib.sha256(b"".join(dict.fromkeys(files))).hexdigest()[:16] if files else ""
 
 
 def make_matches(points0: np.ndarray, points1: np.ndarray, scores: np.ndarray, a: Any, b: Any) -> Matches:

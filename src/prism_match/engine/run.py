@@ -245,10 +245,9 @@ class Engine:
         shelf = None
         if self.limits.folder is not None and hasattr(self.method, "unpack"):
             wanted = {photos[name].digest for pair in pairs for name in pair}
-            shelf = Shelf(
-                Path(self.limits.folder), self.limits.disk, short_hash(self.settings), wanted,
-                self.method.unpack,
-            )  # fmt: skip
+            # A run that goes on in another precision cannot use what the killed one saw.
+            settings = short_hash([self.settings, self.method.precision])
+            shelf = Shelf(Path(self.limits.folder), self.limits.disk, settings, wanted, self.method.unpack)
         cache = FeatureCache(self.limits.memory, shelf) if self.kept is None else self.kept
         with Decoder(self, cache) as decoder:
             order = arrange(pairs, self._room(photos[pairs[0][0]], decoder, cache))

@@ -213,6 +213,9 @@ class MatchStore(Mapping[Names, Matches]):
     def _read(self, path: Any, wanted: dict[str, Any] | None = None) -> dict[str, Any]:
         """Takes note of what is in a file, unless its settings are not the wanted ones; its settings."""
         settings, images, pairs = read_contents(path, wanted)
+        # Of a photo that has changed since, what an earlier file has is of no use: parts come in their order.
+        known = self.images.keys() & images.keys()
+        self.forget({name for name in known if self.images[name].digest != images[name].digest})
         self.images |= images
         self._where |= dict.fromkeys(pairs, path)
         return settings

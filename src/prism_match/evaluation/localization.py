@@ -108,7 +108,7 @@ def pnp_backend(o: Options) -> PnpBackend:
     """A pose is estimated by OpenCV or by PoseLib; what cannot be is told before any work."""
     if o.ransac == "usac":
         raise UserError("localization has the back ends opencv and poselib, not usac")
-    if o.threshold is not None and o.threshold <= 0:
+    if o.threshold is not None and not 0 < o.threshold < float("inf"):
         raise UserError(f"the RANSAC threshold must be positive, not {o.threshold}")
     if o.top is not None and o.top < 1:
         raise UserError(f"the number of map photos for a query must be at least 1, not {o.top}")

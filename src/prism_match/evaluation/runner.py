@@ -141,15 +141,17 @@ def evaluate(
     size = {"size": resizing.side, "resize": str(resizing)}
     settings = {**size, **settings, "method_settings": method.settings}
     scores = {p.name: failed(p, missing[p.name]) for p in usable if p.name in missing}
-    journal = Journal(run.out, {"benchmark": benchmark, **settings}, usable)
+    journal = Journal(run.out, {"benchmark": benchmark, **settings, "computed_in": method.precision}, usable)
     scores |= {k: v for k, v in journal.done.items() if k not in scores}
     left = [p for p in usable if p.name not in scores]
     clock = Clock()
+    unmatched: set[str] = set()
     with journal, progress_bar(len(usable), len(usable) - len(left), benchmark, run.progress) as bar:
-        matched = match_all(left, method, resizing, run, clock)
+        matched = noting(match_all(left, method, resizing, run, clock), unmatched)
         for score in score_all(matched, scorer, run.workers):
             scores[score.name] = score
-            journal.add(score)
+            if score.name not in unmatched:  # it may go better next time
+                journal.add(score)
             bar.update()
     ordered = tuple(scores[p.name] for p in usable)
     return Result(benchmark, method.name, settings, thresholds, ordered, unusable, clock.milliseconds)
@@ -174,6 +176,16 @@ def match_all(
         for outcome in engine.match(files, list(asked), store, by_content=True):
             for pair in asked[outcome.pair]:
                 yield pair, outcome.problem if outcome.matches is None else outcome.matches
+
+
+def noting(
+    matched: Iterator[tuple[Pair, Matches | str]], unmatched: set[str]
+) -> Iterator[tuple[Pair, Matches | str]]:
+    """The same; the names of those that could not be matched are added to `unmatched`."""
+    for pair, found in matched:
+        if isinstance(found, str):
+            unmatched.add(pair.name)
+        yield pair, found
 
 
 @contextmanager
@@ -263,11 +275,18 @@ class Journal:
 
 def content_key(pair: Pair) -> str:
     """Of all that is known about the pair: the content of its images, wherever they are, and the truth."""
-    known: list[Any] = [content_of(p) if is_file(p) else None for p in (pair.image0, pair.image1)]
+    known: list[Any] = [content_if_readable(p) for p in (pair.image0, pair.image1)]
     for value in vars(pair).values():
         if not isinstance(value, Path):
             known.append(value.tolist() if isinstance(value, np.ndarray) else value)
     return short_hash(known)
+
+
+def content_if_readable(path: Path) -> str | None:
+    try:
+        return content_of(path) if is_file(path) else None
+    except UserError:  # its pairs fail by name
+        return None
 
 
 def score_to_json(score: Score) -> dict[str, Any]:

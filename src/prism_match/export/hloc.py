@@ -50,6 +50,8 @@ def pair_key(name0: str, name1: str) -> str:
 def write_features(path: Path, features: Mapping[str, HlocKeypoints]) -> None:
     with new_h5(path) as (file, _):
         for name, one in features.items():
+            if name in file:
+                raise UserError(f"{name}: is listed under two names, which hloc's files cannot tell apart")
             group = file.create_group(name)
             _put(group, keypoints=one.keypoints, scores=one.scores)
             group["keypoints"].attrs["uncertainty"] = 1.0  # pixels; hloc's triangulation asks for it
@@ -178,13 +180,17 @@ def export_hloc(
     found, sizes, scales = read_all(matches, images)
     shared = share_keypoints(found.items(), options, scales)
     folder = writable_folder(out)
-    features = {n: HlocKeypoints(k.xy, k.scores, sizes.get(n)) for n, k in shared.keypoints.items()}
-    write_features(folder / "features.h5", features)
+    # hloc asks for every image and every pair, also for those that have nothing in common.
+    blank = np.zeros(0, np.float32)
+    features = {name: HlocKeypoints(blank.reshape(0, 2), blank, size) for name, size in sizes.items()}
+    features |= {n: HlocKeypoints(k.xy, k.scores, sizes.get(n)) for n, k in shared.keypoints.items()}
     counts = {n: len(f.scores) for n, f in features.items()}
-    write_matches(folder / "matches.h5", shared.matches, counts, found.items())
+    sparse = {names: IndexedMatches(np.zeros((0, 2), np.int64), blank) for names in found} | shared.matches
+    write_features(folder / "features.h5", features)
+    write_matches(folder / "matches.h5", sparse, counts, found.items())
     with atomic_path(folder / "pairs.txt") as temporary:
         temporary.write_text("".join(f"{a} {b}\n" for a, b in found), encoding="utf-8")
-    total = sum(len(m) for m in shared.matches.values())
+    total = sum(len(m) for m in sparse.values())
     return {"images": len(features), "pairs": len(found), "matches": total}
 
 

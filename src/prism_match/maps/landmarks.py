@@ -74,7 +74,7 @@ class SfmMap(Map):
         """radius: in pixels of the photos, how far from a point of the map a match may be; None: 1.2 % of
         the longer side. as_shown: the model has the pixels of the photos as EXIF turns them, as those of
         `prism sfm`; COLMAP leaves them as they are stored."""
-        if radius is not None and radius <= 0:
+        if radius is not None and not radius > 0:
             raise UserError(f"the radius for snapping must be positive, not {radius}")
         self.model, self.image_dir, self.radius, self.as_shown = model, image_dir, radius, as_shown
         self.views: dict[str, PosedView] = {v.name: v for v in model.views if np.isfinite(v.T).all()}
@@ -158,7 +158,7 @@ class DepthMap(Map):
 
     def __init__(self, frames: dict[str, Frame], per_metre: float = 1000.0):
         """per_metre: what a depth map's PNG has for a metre."""
-        if per_metre <= 0:
+        if not 0 < per_metre < float("inf"):
             raise UserError(f"the scale of depth must be positive, not {per_metre}")
         self.frames, self.names = frames, list(frames)
         self.poses = {name: rigid(frame.T) for name, frame in frames.items()}

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import PIL.Image
 from fastapi import FastAPI, Request
@@ -99,14 +99,13 @@ class Service:
         # Without a token only this machine can connect, but its browser may do so for a page from anywhere,
         # under a name that leads here.
         host = request.headers.get("host", "")
-        if urlsplit(f"//{host}").hostname not in LOCAL_NAMES and not self._listens_on(host):
+        name = parts_of(f"//{host}").hostname
+        own = self.settings.host
+        if name not in LOCAL_NAMES and not (name == own.lower() and is_local(own)):
             raise Refused(403, "without a token, the server answers to localhost only")
         origin = request.headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and parts_of(origin).netloc != host:
             raise Refused(403, "without a token, the server does not answer pages of other sites")
-
-    def _listens_on(self, host: str) -> bool:
-        return urlsplit(f"//{host}").hostname == self.settings.host.lower() and is_local(self.settings.host)
 
     @contextlib.contextmanager
     def place(self) -> Any:
@@ -311,6 +310,14 @@ class Service:
             "formats": list(FORMATS),
             "examples": examples(),
         }
+
+
+def parts_of(url: str) -> SplitResult:
+    """No parts where it is no URL at all."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit("")
 
 
 async def attended(

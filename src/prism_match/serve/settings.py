@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ class ServeSettings:
     decoders: int = min(4, os.cpu_count() or 1)  # threads that decode photos and encode answers
 
     def __post_init__(self) -> None:
+        for name in ("timeout", "max_mib", "max_megapixels", "features_mib", "features_seconds"):
+            if math.isinf(getattr(self, name)):  # /v1/info tells the limits, in JSON
+                raise UserError(f"{name.replace('_', '-')} must be finite")
         for name in ("places", "timeout", "max_mib", "max_megapixels", "max_size", "decoders"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name.replace('_', '-')} must be above 0, not {getattr(self, name)}")

@@ -115,6 +115,8 @@ def true_place(batch: PairBatch, points: np.ndarray) -> tuple[np.ndarray, np.nda
 def held_out(terms: np.ndarray, errors: np.ndarray, pair: np.ndarray) -> dict[str, object]:
     """How well a fit to one half of the pairs holds on the other."""
     test = pair // 4 % 2 == 1  # pairs of several sources take turns
+    if test.all() or not test.any():
+        raise UserError("too few pairs have matches: give more pairs, or other weights")
     fit = Regression.fit(terms[~test], errors[~test])
     certainty, sigma = fit.of_terms(terms[test])
     right = errors[test] < RIGHT
