@@ -674,6 +674,11 @@ def test_poses_there_and_back(scene: Scene, tmp_path: Path) -> None:
     np.testing.assert_allclose([float(x) for x in numbers[:4]], quaternion(scene.T[0, :3, :3]), atol=1e-9)
 
 
+def test_poses_of_photos_whose_names_have_spaces(tmp_path: Path) -> None:
+    write_poses(tmp_path / "poses.txt", {"IMG 2024 1.jpg": np.eye(4)})
+    assert list(read_poses(tmp_path / "poses.txt")) == ["IMG 2024 1.jpg"]
+
+
 @pytest.mark.parametrize("text, reason", [
     ("a.jpg 1 0 0 0 1 2", "line 1: expected name"), ("a.jpg 1 0 0 0 1 2 x", "line 1"),
     ("a.jpg 0 0 0 0 1 2 3", "line 1"),
