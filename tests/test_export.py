@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 import sys
@@ -165,6 +166,19 @@ def test_export_of_single_pairs(tmp_path: Path) -> None:
             mine = (points.keypoints0, points.keypoints1)[side]
             nearest = np.linalg.norm(there[:, None] - mine[None], axis=2).min(axis=1)
             assert len(nearest) > 20 and nearest.max() <= 1.0
+
+
+def test_the_way_back_is_as_the_page_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = HlocKeypoints(np.ones((5, 2), np.float32), np.ones(5, np.float32))
+    write_features(tmp_path / "features.h5", dict.fromkeys(NAMES[:2], points))
+    sparse = {(NAMES[0], NAMES[1]): IndexedMatches(np.array([[3, 1], [0, 2]]), np.ones(2, np.float32))}
+    write_matches(tmp_path / "matches.h5", sparse, dict.fromkeys(NAMES[:2], 5))
+    page = (Path(__file__).parents[1] / "docs" / "hloc.md").read_text(encoding="utf-8")
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "read_features(" in b)
+    monkeypatch.chdir(tmp_path)
+    done: dict[str, np.ndarray] = {}
+    exec(block, done)
+    assert done["points0"].shape == done["points1"].shape == (2, 2)
 
 
 @pytest.mark.parametrize("name, reason", [("no.npz", "no such file"), ("bad.h5", "not a file of matches")])
