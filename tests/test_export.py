@@ -19,9 +19,11 @@ from typer.testing import CliRunner
 
 from prism_match import PRISM, Matches, UserError
 from prism_match.cli.export import export_app
+from prism_match.engine import MatchStore
 from prism_match.export.hloc import (
     DenseMatches,
     HlocKeypoints,
+    export_hloc,
     read_dense_matches,
     read_features,
     read_sparse_matches,
@@ -166,6 +168,21 @@ def test_export_of_single_pairs(tmp_path: Path) -> None:
             mine = (points.keypoints0, points.keypoints1)[side]
             nearest = np.linalg.norm(there[:, None] - mine[None], axis=2).min(axis=1)
             assert len(nearest) > 20 and nearest.max() <= 1.0
+
+
+@pytest.mark.parametrize("source", ["store", "file"])
+def test_matches_are_not_replaced_by_what_they_are_exported_to(tmp_path: Path, source: str) -> None:
+    path, m = tmp_path / "matches.h5", random_matches(0, names=("a.jpg", "b.jpg"))
+    if source == "file":
+        m.save(path)
+    else:
+        with MatchStore(path, {"size": 480}) as store:
+            store.add({("a.jpg", "b.jpg"): m}, {"a.jpg": "0", "b.jpg": "1"})
+            store.merge()
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="would be replaced; give another folder"):
+        export_hloc([path], tmp_path)
+    assert path.read_bytes() == before
 
 
 def test_the_way_back_is_as_the_page_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

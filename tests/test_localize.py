@@ -763,6 +763,14 @@ def test_photos_are_polished_at_their_own_size(photo: np.ndarray, tmp_path: Path
     assert not np.array_equal(found.keypoints1, 3 * matcher.match(*small).keypoints1)
 
 
+def test_what_is_found_does_not_go_into_the_folder_of_a_map(scene: Scene, tmp_path: Path) -> None:
+    """It would get in the way of the matches that the map was made of."""
+    (tmp_path / "stages.json").write_text("{}")
+    call = ("--map", scene.root, "--queries", scene.root / "images" / scene.names[2], "-o", tmp_path)
+    result = invoke(*call, "--size", 64, "--device", "cpu")
+    assert "has a map in it; give another folder" in str(result.exception)
+
+
 def test_two_runs_do_not_share_a_folder(scene: Scene, tmp_path: Path) -> None:
     with lock_folder(tmp_path):
         call = ("--map", scene.root, "--queries", scene.root / "images" / scene.names[2], "-o", tmp_path)

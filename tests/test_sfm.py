@@ -672,7 +672,9 @@ def turn(photo: Path) -> None:
     PIL.Image.fromarray(np.rot90(pixels)).save(photo, exif=exif)
 
 
-@pytest.mark.parametrize("name", ["sparse/0/cameras.txt", "database.db", "transforms.json", "images/view1.png"])
+@pytest.mark.parametrize(
+    "name", ["sparse/0/cameras.txt", "database.db", "transforms.json", "images/view1.png"]
+)
 def test_what_others_have_made_is_not_replaced(built, tmp_path, name):
     scene, folder, _, _ = built
     photos, out = tmp_path / "photos", tmp_path / "out"

@@ -105,9 +105,7 @@ def _put(group: h5py.Group, **arrays: np.ndarray) -> None:
         group.create_dataset(name, data=array, fletcher32=array.size > 0)
 
 
-def read_sparse_matches(
-    path: str | Path, names: Iterable[str]
-) -> Iterator[tuple[Names, IndexedMatches]]:
+def read_sparse_matches(path: str | Path, names: Iterable[str]) -> Iterator[tuple[Names, IndexedMatches]]:
     """names: of the images, since those in the file have lost their folders."""
     for pair, group in _pairs(path, names):
         with reading(path, "a file of hloc's matches"):
@@ -178,6 +176,10 @@ def export_hloc(
 ) -> dict[str, int]:
     """features.h5, matches.h5 and pairs.txt of stores of many pairs, or of files of one. images: the folder
     that names are told from; None: the one that all are in. How many images, pairs and matches there are."""
+    given = {path.resolve() for path in matches}
+    for path in (out / "features.h5", out / "matches.h5"):
+        if path.resolve() in given or is_store(path):
+            raise UserError(f"{path}: holds matches, and would be replaced; give another folder")
     found, sizes, scales = read_all(matches, images)
     shared = share_keypoints(found.items(), options, scales)
     folder = writable_folder(out)
