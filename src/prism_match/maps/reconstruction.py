@@ -41,7 +41,7 @@ EXHAUSTIVE_UP_TO = 40  # images; beyond that "auto" retrieves
 PAIR_MODES = ("auto", "exhaustive", "sequential", "retrieval")
 COPIES = "images"  # folder in that of the results, of photos that have been turned upright
 RESULTS = ("sparse", "database.db", "transforms.json", "report.md")  # that a run replaces
-OURS = {"photos", "tracks", "database", "model"}  # stages, one of which tells that a run was there
+OURS = {"tracks", "database", "model"}  # stages, one of which tells that a run has put them there
 EXACT = 0.5  # pixels of the photos: points that are further off count less in the last adjustment
 
 
