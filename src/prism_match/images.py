@@ -198,7 +198,9 @@ def read_header(path: Path) -> tuple[tuple[int, int] | None, int]:
     size, orientation = None, 1
     # Whatever is wrong with a file, of which there is no end, is told by those who need its pixels.
     with suppress(Exception), quiet_pillow(), PIL.Image.open(path, formats=known_formats()) as image:
-        size = image.size
+        # Of a TIFF that is shown turned, Pillow may tell the size as it is shown.
+        tags = getattr(image, "tag_v2", {})
+        size = (tags[256], tags[257]) if image.format == "TIFF" else image.size
         orientation = image.getexif().get(ORIENTATION, 1)
     return size, orientation if orientation in range(2, 9) else 1
 
