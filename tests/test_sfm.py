@@ -659,6 +659,10 @@ def test_turned_photos_get_upright_copies(tmp_path):
         shown = load_image(files["turned.jpg"]).rgb.astype(int)
         assert np.abs(np.asarray(copy).astype(int) - shown).mean() < 3
     assert copies["straight.jpg"].read_bytes() == files["straight.jpg"].read_bytes()
+    exif[ORIENTATION] = 8
+    PIL.Image.fromarray(pixels[..., 0]).save(photos / "gray.tif", exif=exif)
+    copy = upright_copies({"gray.tif": photos / "gray.tif"}, tmp_path / "images")["gray.tif"]
+    np.testing.assert_array_equal(cv2.imread(str(copy), cv2.IMREAD_UNCHANGED), np.rot90(pixels[..., 0]))
     straight = {"straight.jpg": files["straight.jpg"]}
     assert upright_copies(straight, tmp_path / "none") == straight and not (tmp_path / "none").exists()
 

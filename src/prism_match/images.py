@@ -105,7 +105,12 @@ def read_image(path: Path) -> Image:
     if path.stat().st_size == 0:
         raise UserError(f"{path}: the file is empty")
     try:
-        with quiet_pillow(), PIL.Image.open(path, formats=known_formats()) as opened:
+        # As an open file: where Pillow maps one into memory, a gray TIFF that is shown turned is in disorder.
+        with (
+            quiet_pillow(),
+            path.open("rb") as file,
+            PIL.Image.open(file, formats=known_formats()) as opened,
+        ):
             if claims_too_much(opened, path.stat().st_size):
                 raise UserError(f"{path}: too many pixels for so small a file; {BOMB}")
             return decode(opened, str(path))

@@ -417,7 +417,11 @@ def upright_copies(files: dict[str, Path], folder: Path) -> dict[str, Path]:
         copies[name].parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(copies[name]) as temporary:
             if exif_orientation(path) != 1:
-                with quiet_pillow(), PIL.Image.open(path, formats=known_formats()) as image:
+                with (
+                    quiet_pillow(),
+                    path.open("rb") as file,  # see `read_image`
+                    PIL.Image.open(file, formats=known_formats()) as image,
+                ):
                     PIL.ImageOps.exif_transpose(image).save(temporary, quality=95)
             else:
                 shutil.copyfile(path, temporary)
