@@ -692,6 +692,17 @@ def test_what_others_have_made_is_not_replaced(built, tmp_path, name):
     assert (out / name).read_text() == "precious" and not matcher.matched
 
 
+def test_results_whose_list_of_stages_is_damaged_may_be_replaced(built, tmp_path):
+    (tmp_path / "stages.json").write_text("{")
+    (tmp_path / "database.db").write_text("of the run before")
+
+    def begun():
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        reconstruct(built[1], tmp_path, SfmOptions(cameras=GIVEN), begun)
+
+
 def test_photos_in_a_folder_of_results_stay_as_they_are(built, tmp_path):
     """Upright copies would go over the photos themselves."""
     scene, folder, out, _ = built

@@ -185,7 +185,8 @@ def _reconstruct(
 def check_folder(files: dict[str, Path], out: Path) -> None:
     """Raises `UserError` where a run would replace what no run has put into its folder: a model or a database
     that somebody else has made, or photos, which may be the very ones that it is given."""
-    ours = Stages(out / STAGES).done.keys() & OURS
+    done = Stages(out / STAGES).done
+    ours = done.keys() & OURS or (not done and (out / STAGES).exists())  # damaged: still that of a run
     theirs = [out / name for name in RESULTS if not ours and (out / name).exists()]
     if any_turned(files):
         photos = {path.resolve() for path in files.values()}
