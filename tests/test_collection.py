@@ -26,7 +26,7 @@ from prism_match.images import load_image
 from prism_match.maps import colmap
 from prism_match.maps.cameras import CameraOptions
 from prism_match.maps.collection import CollectOptions, collect, too_few_points, undistorted
-from prism_match.maps.reconstruction import SfmOptions
+from prism_match.maps.reconstruction import SfmOptions, reconstruct
 from prism_match.maps.view_graph import RelativeTurn, doubtful_pairs
 from prism_match.matches import Matches
 from prism_match.training.depth import SweepConfig, make_depth
@@ -166,6 +166,15 @@ def test_photos_and_models_of_others_are_not_replaced(collected, tmp_path):
     with pytest.raises(UserError, match="not of this command"):
         collect(folder, tmp_path, options, lambda: matcher, sweep)
     assert (tmp_path / "images").is_dir() and not (tmp_path / "work").exists()
+
+
+@needs_pycolmap
+def test_a_collection_is_not_replaced_by_a_reconstruction(collected):
+    _, (folder, out, _), _, _ = collected
+    before = (out / "sparse" / "images.bin").read_bytes()
+    with pytest.raises(UserError, match="would be replaced; give another folder"):
+        reconstruct(folder, out, SfmOptions(), lambda: pytest.fail("nothing is to be matched"))
+    assert (out / "sparse" / "images.bin").read_bytes() == before
 
 
 @needs_pycolmap

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 import sys
@@ -191,6 +192,34 @@ def test_one_image_under_two_names_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="under two names"):
         write_features(tmp_path / "features.h5", {"a.jpg": one, "./a.jpg": one})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("source", ["store", "file"])
+def test_matches_are_not_replaced_by_what_they_are_exported_to(tmp_path: Path, source: str) -> None:
+    path, m = tmp_path / "matches.h5", random_matches(0, names=("a.jpg", "b.jpg"))
+    if source == "file":
+        m.save(path)
+    else:
+        with MatchStore(path, {"size": 480}) as store:
+            store.add({("a.jpg", "b.jpg"): m}, {"a.jpg": "0", "b.jpg": "1"})
+            store.merge()
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="would be replaced; give another folder"):
+        export_hloc([path], tmp_path)
+    assert path.read_bytes() == before
+
+
+def test_the_way_back_is_as_the_page_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = HlocKeypoints(np.ones((5, 2), np.float32), np.ones(5, np.float32))
+    write_features(tmp_path / "features.h5", dict.fromkeys(NAMES[:2], points))
+    sparse = {(NAMES[0], NAMES[1]): IndexedMatches(np.array([[3, 1], [0, 2]]), np.ones(2, np.float32))}
+    write_matches(tmp_path / "matches.h5", sparse, dict.fromkeys(NAMES[:2], 5))
+    page = (Path(__file__).parents[1] / "docs" / "hloc.md").read_text(encoding="utf-8")
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "read_features(" in b)
+    monkeypatch.chdir(tmp_path)
+    done: dict[str, np.ndarray] = {}
+    exec(block, done)
+    assert done["points0"].shape == done["points1"].shape == (2, 2)
 
 
 @pytest.mark.parametrize("name, reason", [("no.npz", "no such file"), ("bad.h5", "not a file of matches")])

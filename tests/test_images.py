@@ -19,6 +19,7 @@ from prism_match.images import (
     load_image,
     load_mask,
     resize,
+    stored_size,
     to_stored,
 )
 
@@ -199,15 +200,17 @@ def test_resize_keeps_pixel_centres() -> None:
     np.testing.assert_allclose(small[0], (np.arange(32) + 0.5) * 2 - 0.5, atol=1e-4)
 
 
+@pytest.mark.parametrize("suffix", ["png", "tif"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_pixels_as_shown_and_as_stored(orientation: int, tmp_path: Path) -> None:
+def test_pixels_as_shown_and_as_stored(orientation: int, suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{suffix}"
     stored = RGB[:, :, 0]
     exif = PIL.Image.Exif()
     exif[ORIENTATION] = orientation
-    PIL.Image.fromarray(stored).save(tmp_path / "a.png", exif=exif)
-    assert exif_orientation(tmp_path / "a.png") == orientation
-    shown = load_image(tmp_path / "a.png")
-    assert image_size(tmp_path / "a.png") == shown.size
+    PIL.Image.fromarray(stored).save(path, exif=exif)
+    assert exif_orientation(path) == orientation and stored_size(path) == (50, 40)
+    shown = load_image(path)
+    assert image_size(path) == shown.size
     y, x = np.mgrid[: shown.size[1], : shown.size[0]].reshape(2, -1)
     points, size = to_stored(np.stack([x, y], 1), shown.size, orientation)
     assert size == (50, 40)

@@ -676,6 +676,11 @@ def test_poses_there_and_back(scene: Scene, tmp_path: Path) -> None:
     np.testing.assert_allclose([float(x) for x in numbers[:4]], quaternion(scene.T[0, :3, :3]), atol=1e-9)
 
 
+def test_poses_of_photos_whose_names_have_spaces(tmp_path: Path) -> None:
+    write_poses(tmp_path / "poses.txt", {"IMG 2024 1.jpg": np.eye(4)})
+    assert list(read_poses(tmp_path / "poses.txt")) == ["IMG 2024 1.jpg"]
+
+
 @pytest.mark.parametrize("text, reason", [
     ("a.jpg 1 0 0 0 1 2", "line 1: expected name"), ("a.jpg 1 0 0 0 1 2 x", "line 1"),
     ("a.jpg 0 0 0 0 1 2 3", "line 1"),
@@ -758,6 +763,14 @@ def test_photos_are_polished_at_their_own_size(photo: np.ndarray, tmp_path: Path
     small = [cv2.resize(cv2.imread(str(p), 0), (160, 133), interpolation=cv2.INTER_AREA)
              for p in (images["query"], tmp_path / "photo")]  # fmt: skip
     assert not np.array_equal(found.keypoints1, 3 * matcher.match(*small).keypoints1)
+
+
+def test_what_is_found_does_not_go_into_the_folder_of_a_map(scene: Scene, tmp_path: Path) -> None:
+    """It would get in the way of the matches that the map was made of."""
+    (tmp_path / "stages.json").write_text("{}")
+    call = ("--map", scene.root, "--queries", scene.root / "images" / scene.names[2], "-o", tmp_path)
+    result = invoke(*call, "--size", 64, "--device", "cpu")
+    assert "has a map in it; give another folder" in str(result.exception)
 
 
 def test_two_runs_do_not_share_a_folder(scene: Scene, tmp_path: Path) -> None:

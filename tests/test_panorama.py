@@ -165,6 +165,25 @@ def test_photos_that_share_nothing_are_told(photos, tmp_path):
         stitch({"a": photos / "p0.png", "b": photos / "broken.jpg"}, StitchOptions(), Turning)
 
 
+def test_photos_that_no_turning_explains_make_no_panorama(photos):
+    """They had a picture of five pixels a side: cameras of nearly no focal length."""
+
+    class Moving(Turning):
+        def match(self, a: Prepared, b: Prepared) -> Matches:
+            first, second = (int(Path(image.name).stem[1]) for image in (a, b))
+            step = np.array([[0, 0, 5.0], [0, 0, 0], [0.0008, 0, 0]])
+            there = (np.eye(3) + second * step) @ np.linalg.inv(np.eye(3) + first * step)
+            points0 = pixels()[4:-4:5, 4:-4:5].reshape(-1, 2)
+            points1 = warp_points(points0, there)
+            inside = np.all((points1 >= 0) & (points1 <= [WIDTH - 1, HEIGHT - 1]), axis=1)
+            scores = np.linspace(1, 0.3, int(inside.sum()))
+            return Matches(points0[inside], points1[inside], scores, a.size, b.size, a.name, b.name)
+
+    files = {name: photos / name for name in list(TURNS)[:3]}
+    with pytest.raises(UserError, match="no cameras that have only turned explain the photos"):
+        stitch(files, StitchOptions(), Moving)
+
+
 def test_the_command_names_what_it_leaves_out(photos, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "make_matcher", lambda *_, **__: Turning())
     out = tmp_path / "new" / "wide.jpg"

@@ -598,6 +598,17 @@ def test_a_broken_image_is_left_out(built, tmp_path):
     assert summary["pairs"] == 7 and summary["verified_pairs"] <= 7
 
 
+def test_a_photo_that_has_gone_bad_since_it_was_matched_is_left_out(built, tmp_path):
+    scene, folder, out, _ = built
+    photos = tmp_path / "photos"
+    shutil.copytree(folder, photos)
+    shutil.copytree(out, tmp_path / "out")
+    options = SfmOptions(cameras=GIVEN, threads=1)
+    (photos / "view5.png").write_bytes(b"")
+    summary = reconstruct(photos, tmp_path / "out", options, lambda: SyntheticMatcher(scene))
+    assert list(summary["skipped"]) == ["view5.png"] and summary["registered"] == 5 and summary["pairs"] == 10
+
+
 def test_retrieved_pairs_and_their_cache(tmp_path, monkeypatch):
     from prism_match.maps import retrieval
     from prism_match.maps.reconstruction import retrieve_pairs
@@ -648,8 +659,74 @@ def test_turned_photos_get_upright_copies(tmp_path):
         shown = load_image(files["turned.jpg"]).rgb.astype(int)
         assert np.abs(np.asarray(copy).astype(int) - shown).mean() < 3
     assert copies["straight.jpg"].read_bytes() == files["straight.jpg"].read_bytes()
+    exif[ORIENTATION] = 8
+    PIL.Image.fromarray(pixels[..., 0]).save(photos / "gray.tif", exif=exif)
+    copy = upright_copies({"gray.tif": photos / "gray.tif"}, tmp_path / "images")["gray.tif"]
+    np.testing.assert_array_equal(cv2.imread(str(copy), cv2.IMREAD_UNCHANGED), np.rot90(pixels[..., 0]))
     straight = {"straight.jpg": files["straight.jpg"]}
     assert upright_copies(straight, tmp_path / "none") == straight and not (tmp_path / "none").exists()
+
+
+def turn(photo: Path) -> None:
+    """As a phone that was held upright stores it."""
+    with PIL.Image.open(photo) as opened:
+        pixels = np.asarray(opened)
+    exif = PIL.Image.Exif()
+    exif[ORIENTATION] = 6
+    PIL.Image.fromarray(np.rot90(pixels)).save(photo, exif=exif)
+
+
+@pytest.mark.parametrize(
+    "name", ["sparse/0/cameras.txt", "database.db", "transforms.json", "images/view1.png"]
+)
+def test_what_others_have_made_is_not_replaced(built, tmp_path, name):
+    scene, folder, _, _ = built
+    photos, out = tmp_path / "photos", tmp_path / "out"
+    shutil.copytree(folder, photos)
+    turn(photos / "view0.png")
+    (out / name).parent.mkdir(parents=True)
+    (out / name).write_text("precious")
+    matcher = SyntheticMatcher(scene)
+    with pytest.raises(UserError, match="would be replaced; give another folder"):
+        reconstruct(photos, out, SfmOptions(cameras=GIVEN, threads=1), lambda: matcher)
+    assert (out / name).read_text() == "precious" and not matcher.matched
+
+
+def test_results_whose_list_of_stages_is_damaged_may_be_replaced(built, tmp_path):
+    (tmp_path / "stages.json").write_text("{")
+    (tmp_path / "database.db").write_text("of the run before")
+
+    def begun():
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        reconstruct(built[1], tmp_path, SfmOptions(cameras=GIVEN), begun)
+
+
+def test_photos_in_a_folder_of_results_stay_as_they_are(built, tmp_path):
+    """Upright copies would go over the photos themselves."""
+    scene, folder, out, _ = built
+    shutil.copytree(out, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(folder, tmp_path / "images")
+    options = SfmOptions(cameras=GIVEN, threads=1)
+    turn(tmp_path / "images" / "view0.png")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "images").iterdir()}
+    with pytest.raises(UserError, match=r"images/view0\.png: .* would be replaced"):
+        reconstruct(tmp_path / "images", tmp_path, options, lambda: SyntheticMatcher(scene))
+    assert {p.name: p.read_bytes() for p in (tmp_path / "images").iterdir()} == before
+
+
+def test_upright_copies_are_no_photos_of_the_next_run(built, tmp_path):
+    scene, folder, _, _ = built
+    for n in range(3):
+        shutil.copy(folder / f"view{n}.png", tmp_path)
+    turn(tmp_path / "view0.png")
+    options = SfmOptions(cameras=GIVEN, threads=1)
+    for _ in range(2):
+        assert reconstruct(tmp_path, tmp_path, options, lambda: SyntheticMatcher(scene))["images"] == 3
+        assert len(list((tmp_path / "images").iterdir())) == 3
+    (tmp_path / "view2.png").unlink()
+    assert list(find_images(tmp_path, tmp_path)) == ["view0.png", "view1.png"]
 
 
 def test_a_map_of_ours_is_localized_in(tmp_path):

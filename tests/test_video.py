@@ -177,6 +177,16 @@ def test_key_frames_are_used_again_as_long_as_they_are_those(filmed, tmp_path, m
     assert {p.name for p in folder.iterdir()} == set(first)
 
 
+def test_frames_of_others_are_not_replaced(filmed, tmp_path):
+    """As FFmpeg names them where the user says so."""
+    _, path, _ = filmed
+    (tmp_path / "frames").mkdir()
+    (tmp_path / "frames" / "frame0001.jpg").write_text("precious")
+    with pytest.raises(UserError, match="has files in it that are not of this command"):
+        write_key_frames(path, tmp_path)
+    assert (tmp_path / "frames" / "frame0001.jpg").read_text() == "precious"
+
+
 def test_what_is_no_video_is_told_in_one_line(filmed, tmp_path, monkeypatch):
     _, path, _ = filmed
     text, half, sound = tmp_path / "text.mp4", tmp_path / "half.mp4", tmp_path / "sound.wav"

@@ -174,7 +174,7 @@ def _is_running(process: int) -> bool:
 
 
 @contextmanager
-def reading(path: Path, kind: str) -> Iterator[None]:
+def reading(path: str | Path, kind: str) -> Iterator[None]:
     """Whatever goes wrong in the block, which reads the file and does nothing else, becomes one line that
     begins with the file's name. kind: what it should be, as in "a file of matches"."""
     try:

@@ -106,7 +106,12 @@ def read_image(path: Path) -> Image:
     if path.stat().st_size == 0:
         raise UserError(f"{path}: the file is empty")
     try:
-        with quiet_pillow(), PIL.Image.open(path, formats=known_formats()) as opened:
+        # As an open file: where Pillow maps one into memory, a gray TIFF that is shown turned is in disorder.
+        with (
+            quiet_pillow(),
+            path.open("rb") as file,
+            PIL.Image.open(file, formats=known_formats()) as opened,
+        ):
             if claims_too_much(opened, path.stat().st_size):
                 raise UserError(f"{path}: too many pixels for so small a file; {BOMB}")
             return decode(opened, str(path))
@@ -199,7 +204,9 @@ def read_header(path: Path) -> tuple[tuple[int, int] | None, int]:
     size, orientation = None, 1
     # Whatever is wrong with a file, of which there is no end, is told by those who need its pixels.
     with suppress(Exception), quiet_pillow(), PIL.Image.open(path, formats=known_formats()) as image:
-        size = image.size
+        # Of a TIFF that is shown turned, Pillow may tell the size as it is shown.
+        tags = getattr(image, "tag_v2", {})
+        size = (tags[256], tags[257]) if image.format == "TIFF" else image.size
         orientation = image.getexif().get(ORIENTATION, 1)
     return size, orientation if orientation in range(2, 9) else 1
 

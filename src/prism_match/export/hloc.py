@@ -59,7 +59,7 @@ def write_features(path: Path, features: Mapping[str, HlocKeypoints]) -> None:
                 group["image_size"] = np.array(one.size)
 
 
-def read_features(path: Path) -> dict[str, HlocKeypoints]:
+def read_features(path: str | Path) -> dict[str, HlocKeypoints]:
     found: dict[str, HlocKeypoints] = {}
 
     def visit(name: str, group: h5py.Group | h5py.Dataset) -> None:
@@ -107,7 +107,7 @@ def _put(group: h5py.Group, **arrays: np.ndarray) -> None:
         group.create_dataset(name, data=array, fletcher32=array.size > 0)
 
 
-def read_sparse_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, IndexedMatches]]:
+def read_sparse_matches(path: str | Path, names: Iterable[str]) -> Iterator[tuple[Names, IndexedMatches]]:
     """names: of the images, since those in the file have lost their folders."""
     for pair, group in _pairs(path, names):
         with reading(path, "a file of hloc's matches"):
@@ -122,7 +122,7 @@ def read_sparse_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Name
         yield pair, IndexedMatches(np.stack([rows, matches0[rows]], axis=1).astype(np.int64), scores)
 
 
-def read_dense_matches(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, DenseMatches]]:
+def read_dense_matches(path: str | Path, names: Iterable[str]) -> Iterator[tuple[Names, DenseMatches]]:
     for pair, group in _pairs(path, names):
         with reading(path, "a file of hloc's matches"):
             if "keypoints0" not in group:
@@ -141,7 +141,7 @@ def full_names(names: Iterable[str]) -> dict[str, str]:
     return full
 
 
-def _pairs(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, h5py.Group]]:
+def _pairs(path: str | Path, names: Iterable[str]) -> Iterator[tuple[Names, h5py.Group]]:
     full = full_names(names)
     with _opened(path) as file:
         with reading(path, "a file of hloc's matches"):
@@ -162,7 +162,8 @@ def _pairs(path: Path, names: Iterable[str]) -> Iterator[tuple[Names, h5py.Group
             yield (full[first], full[second]), file[first][second]
 
 
-def _opened(path: Path) -> h5py.File:
+def _opened(path: str | Path) -> h5py.File:
+    path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     with reading(path, "an HDF5 file"):
@@ -177,6 +178,10 @@ def export_hloc(
 ) -> dict[str, int]:
     """features.h5, matches.h5 and pairs.txt of stores of many pairs, or of files of one. images: the folder
     that names are told from; None: the one that all are in. How many images, pairs and matches there are."""
+    given = {path.resolve() for path in matches}
+    for path in (out / "features.h5", out / "matches.h5"):
+        if path.resolve() in given or is_store(path):
+            raise UserError(f"{path}: holds matches, and would be replaced; give another folder")
     found, sizes, scales = read_all(matches, images)
     shared = share_keypoints(found.items(), options, scales)
     folder = writable_folder(out)

@@ -196,10 +196,11 @@ def read_poses(path: Path) -> dict[str, np.ndarray]:
     """What `write_poses` wrote: 4 4, world to camera, by name."""
 
     def parse(words: list[str]) -> tuple[str, np.ndarray]:
-        q, t = np.array(words[1:5], float), np.array(words[5:8], float)
-        if len(words) != 8 or not np.isfinite([*q, *t]).all() or not q.any():
+        name = " ".join(words[:-7])  # phones name photos with spaces
+        numbers = np.array(words[-7:] if name else [], float)
+        if not name or not np.isfinite(numbers).all() or not numbers[:4].any():
             raise ValueError("expected name qw qx qy qz tx ty tz")
-        return words[0], pose_matrix(rotation_of(q), t)
+        return name, pose_matrix(rotation_of(numbers[:4]), numbers[4:])
 
     return dict(parse_lines(path, parse))
 

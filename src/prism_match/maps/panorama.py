@@ -27,6 +27,7 @@ detail: Any = cv2.detail  # of which the stubs that come with OpenCV know little
 SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff")
 NEIGHBOURS = 8  # of a photo among more than EXHAUSTIVE_UP_TO: those that look most alike
 FARTHEST = 3.0  # pixels as matched: what is further off does not agree with a camera that only turns
+SHORTEST = 0.1  # focal length, in longer sides: no lens sees more, and a picture would be of a few pixels
 MOST = 300  # matches of a pair, spread over it, that cameras are adjusted to
 FLAT_UP_TO, STRAIGHT_UP_TO = (
     70.0,
@@ -171,7 +172,11 @@ def find_cameras(
             done, cameras = adjuster.apply(features, infos, cameras)
     except cv2.error:
         done = False
-    sound = done and all(np.isfinite(c.R).all() and np.isfinite(c.K()).all() and c.focal > 0 for c in cameras)
+    shortest = [SHORTEST * scale * max(sizes[name]) for name in names]
+    sound = done and all(
+        np.isfinite(c.R).all() and np.isfinite(c.K()).all() and c.focal > least
+        for c, least in zip(cameras, shortest, strict=True)
+    )
     if not sound:
         raise UserError(
             "no cameras that have only turned explain the photos; were they taken from one place?"

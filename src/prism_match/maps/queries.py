@@ -30,6 +30,7 @@ from prism_match.maps.localization import (
     write_poses,
 )
 from prism_match.maps.retrieval import describe_files, top_pairs
+from prism_match.maps.stages import STAGES
 from prism_match.matcher import PairMatcher
 from prism_match.matches import Matches
 
@@ -133,6 +134,8 @@ def localize_photos(
 ) -> dict[str, Any]:
     """All of `prism localize`: poses.txt in `folder`, and what localization.json holds.
     given: queries whose cameras are known; listed: map photos for each query, best first [retrieval]."""
+    if (folder / STAGES).exists():  # the matches of the map have the same name as those with it
+        raise UserError(f"{folder}: has a map in it; give another folder for what is found")
     map_photos = {name: mapped.path(name) for name in mapped.names}
     broken: dict[Path, str] = {}
     with lock_folder(folder):

@@ -39,6 +39,9 @@ from prism_match.matcher import PairMatcher, find_device
 
 EXHAUSTIVE_UP_TO = 40  # images; beyond that "auto" retrieves
 PAIR_MODES = ("auto", "exhaustive", "sequential", "retrieval")
+COPIES = "images"  # folder in that of the results, of photos that have been turned upright
+RESULTS = ("sparse", "database.db", "transforms.json", "report.md")  # that a run replaces
+OURS = {"tracks", "database", "model"}  # stages, one of which tells that a run has put them there
 EXACT = 0.5  # pixels of the photos: points that are further off count less in the last adjustment
 
 
@@ -109,6 +112,7 @@ def _reconstruct(
     progress: bool,
 ) -> dict[str, Any]:
     began = time.perf_counter()
+    check_folder(files, out)
     matched = match_images(files, out, options, make_matcher, progress)
     store, usable, broken = matched.store, matched.pairs, matched.broken
     if not usable:
@@ -168,10 +172,28 @@ def _reconstruct(
     summary["elsewhere"] = elsewhere
     summary["seconds"] = round(time.perf_counter() - began, 1)
     best = result["models"][0]
-    shown = upright_copies({name: files[name] for name in best["images"]}, out / "images")
-    summary["photos"] = str(images if shown.items() <= files.items() else out / "images")
+    seen = {name: files[name] for name in best["images"]}
+    # Noted before they are there: they are no photos, should the next run look for some around them.
+    copies = sorted({*copies_in(out), *(seen if any_turned(seen) else ())})
+    stages.run("copies", short_hash(copies), out, lambda: copies)
+    shown = upright_copies(seen, out / COPIES)
+    summary["photos"] = str(images if shown.items() <= files.items() else out / COPIES)
     write_report(out, summary, best, verified)
     return summary
+
+
+def check_folder(files: dict[str, Path], out: Path) -> None:
+    """Raises `UserError` where a run would replace what no run has put into its folder: a model or a database
+    that somebody else has made, or photos, which may be the very ones that it is given."""
+    done = Stages(out / STAGES).done
+    ours = done.keys() & OURS or (not done and (out / STAGES).exists())  # damaged: still that of a run
+    theirs = [out / name for name in RESULTS if not ours and (out / name).exists()]
+    if any_turned(files):
+        photos = {path.resolve() for path in files.values()}
+        copies = (out / COPIES / name for name in files)
+        theirs += [copy for copy in copies if copy.exists() and (not ours or copy.resolve() in photos)]
+    if theirs:
+        raise UserError(f"{theirs[0]}: is not of this command, and would be replaced; give another folder")
 
 
 def find_images(folder: Path, out: Path) -> dict[str, Path]:
@@ -182,6 +204,7 @@ def find_images(folder: Path, out: Path) -> dict[str, Path]:
     root = folder.resolve()
     outputs = {out.resolve(), *(p.parent for p in root.rglob(STAGES))} - {root, *root.parents}
     pictures = {out.resolve(), *(root / name for name in PICTURES)}
+    pictures |= {root / COPIES / name for name in copies_in(root)}
     photos = [
         p.relative_to(root).as_posix()
         for p in sorted(root.rglob("*"))
@@ -237,7 +260,8 @@ def match_images(
                     print(f"prism: skipped: {' and '.join(outcome.pair)}: {outcome.failed}", file=sys.stderr)
     for reason in broken.values():
         print(f"prism: skipped: {reason}", file=sys.stderr)
-    return MatchedPhotos(store, {pair for pair in pairs if pair in store}, broken)
+    # What an earlier run has matched may no longer be there to be looked at.
+    return MatchedPhotos(store, {p for p in pairs if p in store and not broken.keys() & set(p)}, broken)
 
 
 def choose_pairs(
@@ -375,17 +399,30 @@ def summarise(
     }
 
 
+def copies_in(folder: Path) -> list[str]:
+    """The names of all upright copies that runs have put into a folder of results."""
+    return Stages(folder / STAGES).done.get("copies", {"result": []})["result"]
+
+
+def any_turned(files: dict[str, Path]) -> bool:
+    return any(exif_orientation(path) != 1 for path in files.values())
+
+
 def upright_copies(files: dict[str, Path], folder: Path) -> dict[str, Path]:
     """Tools that read the model look at pixels as they are stored, we at those that are shown. So where EXIF
     turns a photo, there are copies of all of them in `folder`, with nothing left to be turned."""
-    if all(exif_orientation(path) == 1 for path in files.values()):
+    if not any_turned(files):
         return files
     copies = {name: folder / name for name in files}
     for name, path in files.items():
         copies[name].parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(copies[name]) as temporary:
             if exif_orientation(path) != 1:
-                with quiet_pillow(), PIL.Image.open(path, formats=known_formats()) as image:
+                with (
+                    quiet_pillow(),
+                    path.open("rb") as file,  # see `read_image`
+                    PIL.Image.open(file, formats=known_formats()) as image,
+                ):
                     PIL.ImageOps.exif_transpose(image).save(temporary, quality=95)
             else:
                 shutil.copyfile(path, temporary)

@@ -212,6 +212,9 @@ def write_key_frames(
 
     key = short_hash([file_digest(video), asdict(options), QUALITY])
     stages = Stages(out / STAGES)
+    if not stages.done.keys() & {"video", "frames"} and any(folder.iterdir()):
+        raise UserError(f"{folder}: has files in it that are not of this command; give another folder")
+    stages.run("video", "", out, lambda: True)  # what is there from now on may be replaced
     if not all((folder / name).is_file() for name in stages.done.get("frames", {}).get("result", [])):
         del stages.done["frames"]
     stages.run("frames", key, folder, work)
