@@ -100,8 +100,8 @@ def neighbourhoods(
 
 
 def squared_distances(points: Tensor, others: Tensor) -> Tensor:
-    """n m: between n 2 and m 2. Not by `torch.cdist`: a product of matrices is off by pixels where coordinates
-    are large, and by tens of them in TF32; and without one it takes a GPU a block of threads for each of them."""
+    """n m: between n 2 and m 2. Not by `torch.cdist`: its product of matrices is off by pixels where
+    coordinates are large, and by tens of them in TF32; its other way takes a GPU a block of threads each."""
     x, y = (a[:, None] - b for a, b in zip(points.unbind(1), others.unbind(1), strict=True))
     return x.square_().addcmul_(y, y)
 
