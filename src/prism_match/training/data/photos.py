@@ -222,17 +222,17 @@ class PhotoPairs:
     def sample(self, batch: int, size: ImageSize, generator: torch.Generator) -> PairBatch:
         draw = Draw(generator)
         to_photo = self._choose_views(draw, batch, size)  # b 2 3 3: pixels of each view -> photo in [0, 1]
-        # The photo, a distractor for each view, a stranger; in rows, whose strides are those of any other
-        # tensor: else what is compiled for one view would not do for the other.
-        photo = draw.integer(self.store.count, batch, 4).T.contiguous()
+        photo = draw.integer(self.store.count, batch, 4)  # the photo, a distractor for each view, a stranger
         mosaic = draw_mosaic(draw, batch, size, self.store)
         stranger = draw.chance(self.strangers, batch)
-        shown = photo[0], torch.where(stranger, photo[3], photo[0])
+        shown = photo[:, 0], torch.where(stranger, photo[:, 3], photo[:, 0])
         patches = [Patches(draw, batch, size) for _ in range(2)]
         calm = draw.chance(self.calm, batch)
         images, truth, flat = [], [], []
         for i, j in ((0, 1), (1, 0)):
-            image = self._render(self.store, to_photo[:, i], shown[i], photo[1 + i], mosaic, patches[i], size)
+            # Of one kind of strides, or what is compiled for the first view would not do for the second.
+            which = shown[i].contiguous(), photo[:, 1 + i].contiguous()
+            image = self._render(self.store, to_photo[:, i], *which, mosaic, patches[i], size)
             flat.append(flat_cells(image))
             images.append(augment(image, generator, calm) if self.photometric else image)
             warp, visible = warp_cells(to_photo[:, i], to_photo[:, j], patches[i], patches[j], size)
