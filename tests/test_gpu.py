@@ -15,6 +15,7 @@ from prism_match import Matcher, subpixel
 from prism_match.config import PRESETS
 from prism_match.maps.shared_keypoints import IndexedMatches, Keypoints, SharedKeypoints
 from prism_match.maps.tracks import polish_tracks
+from prism_match.matcher import Found
 from prism_match.model import kernels
 from prism_match.model.fast import FastPRISM
 from prism_match.serve.batches import Manner, ModelThread
@@ -37,7 +38,7 @@ TINY = PRESETS["tiny"].replace(theta_c=0.0)
 
 def test_gpu_gives_what_the_cpu_gives(photo: np.ndarray) -> None:
     here, there = (
-        Matcher(config=TINY, device=device, precision="fp32", size=256).match(photo, photo)
+        Matcher(config=TINY, rescale="never", device=device, precision="fp32", size=256).match(photo, photo)
         for device in ("cpu", "cuda")
     )
     assert abs(len(here) - len(there)) <= 0.02 * len(here)
@@ -149,6 +150,54 @@ def test_batches_give_what_singles_give(photo: np.ndarray) -> None:
     for pair, result in zip(pairs, matcher.match_many(pairs, batch_size=3), strict=True):
         single = matcher.match(*pair)
         assert abs(len(single) - len(result)) <= max(2, 0.02 * len(single))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_first_convolution_sees_the_shades_of_an_image(dtype: torch.dtype) -> None:
+    """A hundredth of what a photo may be bright, which bf16 rounds away."""
+    fused = FastPRISM(load_model().cuda(), dtype).backbone.stem
+    ramp = 0.9 + 0.01 * torch.linspace(0, 1, 128, device="cuda").expand(1, 1, 128, -1)
+    with torch.inference_mode():
+        found, rounded = fused(ramp), fused(ramp.bfloat16().float())
+        expected = fused.conv.double()(ramp.double())
+    assert found.dtype == dtype and found.is_contiguous(memory_format=torch.channels_last)
+    off, off_if_rounded = ((x - expected)[..., 4:-4, 4:-4].norm() for x in (found, rounded))
+    assert off < off_if_rounded / 2
+
+
+def test_polishing_is_that_of_the_cpu(photo: np.ndarray) -> None:
+    """Unsure matches, too, whose neighbours are the sure ones; in a program that lets its GPU round."""
+    moved = np.roll(photo, (3, 5), axis=(0, 1))
+    matchers = [Matcher(device=d, precision="fp32", size=320, threshold=0.05) for d in ("cpu", "cuda")]
+    pairs = [m.extract([photo, moved]) for m in matchers]
+    found = matchers[0]._match_as_they_are([tuple(pairs[0])])[0]
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        polished = []
+        for m, pair in zip(matchers, pairs, strict=True):
+            there = (x.to(m.device) for x in (found.at0, found.at1, found.confidence))
+            polished.append(m._polish(Found(tuple(pair), *there, found.batch, 0)))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert (found.confidence < 0.2).any() and len(found.at0) > 300
+    for here, there in list(zip(*polished, strict=True))[:2]:  # the network is in fp16 on a GPU
+        assert (here - there.cpu()).abs().amax(1).quantile(0.9) < 0.05
+    here, there = (results[4].cpu() for results in polished)  # how far the neighbours are
+    assert ((here - there).abs() < 0.01).float().mean() > 0.95
+
+
+def test_other_scales_are_tried_as_on_the_cpu(photo: np.ndarray) -> None:
+    small = cv2.resize(photo, None, fx=0.2, fy=0.2, interpolation=cv2.INTER_AREA)
+    wall = np.full_like(photo, 128)
+    wall[100 : 100 + small.shape[0], 60 : 60 + small.shape[1]] = small
+    here, there = (
+        Matcher(device=device, precision="fp32", size=320).match(photo, wall) for device in ("cpu", "cuda")
+    )
+    assert len(here) and abs(len(here) - len(there)) < 0.2 * len(here)
+    for matches in (here, there):
+        errors = matches.keypoints1 - 0.2 * (matches.keypoints0 + 0.5) - [59.5, 99.5]
+        assert np.median(np.abs(errors)) < 0.5
 
 
 def shifted(photo: np.ndarray, shift: np.ndarray) -> np.ndarray:

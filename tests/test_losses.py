@@ -404,11 +404,11 @@ def test_what_compiling_needs_is_set_for_the_step_alone(monkeypatch):
     seen = []
 
     def look(self, work, prune):
-        seen.append((torch._dynamo.config.suppress_errors, torch._dynamo.config.recompile_limit))
+        seen.append((torch._dynamo.config.suppress_errors, torch._dynamo.config.cache_size_limit))
 
     monkeypatch.setattr(TrainingStep, "forward", look)
-    before = torch._dynamo.config.suppress_errors, torch._dynamo.config.recompile_limit
+    before = torch._dynamo.config.suppress_errors, torch._dynamo.config.cache_size_limit
     step.compile_parts()
     step(None, True)
     assert seen == [(True, 64)]
-    assert (torch._dynamo.config.suppress_errors, torch._dynamo.config.recompile_limit) == before
+    assert (torch._dynamo.config.suppress_errors, torch._dynamo.config.cache_size_limit) == before

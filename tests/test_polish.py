@@ -118,6 +118,12 @@ def test_neighbours_that_agree_tell_the_affine_map() -> None:
     assert (local_affine(*noise) == torch.eye(2)).all(2).all(1).float().mean() > 0.9
 
 
+def test_neighbours_are_as_near_in_a_large_image() -> None:
+    points = (300 * torch.rand(800, 2, generator=torch.Generator().manual_seed(4))).round()
+    here, there = (neighbourhoods(x, x)[2] for x in (points, points + 30000))
+    assert torch.equal(here, there)
+
+
 def test_only_believed_matches_tell_about_others() -> None:
     g = torch.Generator().manual_seed(3)
     points = torch.rand(200, 2, generator=g, dtype=torch.float64) * 100

@@ -13,6 +13,7 @@ from synthetic_scene import Scene, make_scene_with_depth
 
 from prism_match.errors import UserError
 from prism_match.frames import Frame
+from prism_match.training.compiling import compiled
 from prism_match.training.config import PRESETS, Phase, TrainConfig, load_train_config
 from prism_match.training.data.colmap import Collection, ColmapPairs, depth_path, read_model
 from prism_match.training.data.photos import PhotoPairs, PhotoStore
@@ -97,6 +98,33 @@ def test_every_source_gives_every_shape(make, shape, store: PhotoStore, scene: S
     true = agreement(batch, 0.0)
     # Worlds are lit in two ways.
     assert true > (0.5 if make is worlds else 0.8) and true > agreement(batch, 5.0) + 0.1
+
+
+def test_every_shape_is_compiled_and_once(store: PhotoStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also more of them than PyTorch compiles by itself, after which it would go on without."""
+    made: list[str] = []
+
+    def compile(function, **options):
+        def backend(graph, _):
+            made.append(function.__name__)
+            return graph.forward
+
+        return original(function, backend=backend, **options)
+
+    def double(x):
+        return 2 * x
+
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", compile)
+    twice = compiled(double)
+    with torch._dynamo.config.patch(cache_size_limit=2):
+        for n in (2, 3, 4, 5, 2):
+            assert torch.equal(twice(torch.ones(n)), torch.full((n,), 2.0))
+        assert torch._dynamo.config.cache_size_limit == 2
+    assert made == ["double"] * 4
+    made.clear()
+    PhotoPairs(store, compile=True).sample(2, (32, 64), torch.Generator().manual_seed(0))
+    assert made == ["render"]  # for both views
 
 
 def test_shapes_are_mixed_within_a_run(tmp_path: Path) -> None:

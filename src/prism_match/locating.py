@@ -16,7 +16,7 @@ from torch import Tensor
 
 from prism_match.errors import UserError
 from prism_match.images import ImageLike
-from prism_match.polish import FEWEST, MISFIT, NEIGHBOURS
+from prism_match.polish import FEWEST, MISFIT, NEIGHBOURS, squared_distances
 from prism_match.stages import stage
 from prism_match.subpixel import halvings, sharpen
 
@@ -120,7 +120,8 @@ def around(matched0: Tensor, matched1: Tensor, scores: Tensor, points: Tensor) -
 
 
 def _around(matched0: Tensor, matched1: Tensor, scores: Tensor, points: Tensor) -> tuple[Tensor, ...]:
-    distance, near = torch.cdist(points, matched0).topk(NEIGHBOURS, dim=1, largest=False)
+    squared, near = squared_distances(points, matched0).topk(NEIGHBOURS, dim=1, largest=False)
+    distance = squared.sqrt()
     d0, target = matched0[near] - points[:, None], matched1[near]  # n k 2
     spread = distance[:, NEIGHBOURS // 2 : NEIGHBOURS // 2 + 1].clamp(min=4.0)
     prior = scores[near] * torch.exp(-0.5 * (distance / spread).square())

@@ -89,7 +89,7 @@ def neighbourhoods(
         return same, unknown, unknown
     rows = []
     for part in torch.arange(len(points0), device=points0.device).split(AT_ONCE):
-        distance = torch.cdist(points0[part], points0)
+        distance = squared_distances(points0[part], points0)
         if believed is not None:
             distance.masked_fill_(~believed, torch.inf)
         distance.scatter_(1, part[:, None], -1.0)  # each is its own nearest, believed or not
@@ -97,6 +97,13 @@ def neighbourhoods(
         d0, d1 = (p[near] - p[part, None] for p in (points0, points1))  # m k 2
         rows.append((*fitted_affine(d0, d1, rounds), d0.norm(dim=2).mean(1)))
     return tuple(torch.cat(x) for x in zip(*rows, strict=True))  # type: ignore[return-value]
+
+
+def squared_distances(points: Tensor, others: Tensor) -> Tensor:
+    """n m: between n 2 and m 2. Not by `torch.cdist`: its product of matrices is off by pixels where
+    coordinates are large, and by tens of them in TF32; its other way takes a GPU a block of threads each."""
+    x, y = (a[:, None] - b for a, b in zip(points.unbind(1), others.unbind(1), strict=True))
+    return x.square_().addcmul_(y, y)
 
 
 def fitted_affine(d0: Tensor, d1: Tensor, rounds: int) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from prism_match.model.matching import coarse_matches
 from prism_match.model.mpm import LayerState
 from prism_match.model.prism import PRISM, Features
 from prism_match.model.refinement import FINE_PIXEL, expectation
+from prism_match.training.compiling import many_variants
 from prism_match.training.losses import (
     FineLoss,
     Sampled,
@@ -143,10 +144,8 @@ class TrainingStep(nn.Module):
     def compile_parts(self) -> None:
         """Compiles the parts rather than the whole: the MPMs share one graph, so that a new image size
         costs seconds where the whole would cost minutes."""
-        # Every size and kind of mask is a variant of its own; what cannot be compiled runs as it is. Only in
-        # here: the rest of the process has settings of its own.
-        settings = torch._dynamo.config.patch(recompile_limit=64, suppress_errors=True)
-        self.forward = settings(self.forward)  # type: ignore[method-assign]
+        # Every size and kind of mask is a variant of its own; what cannot be compiled runs as it is.
+        self.forward = many_variants(self.forward, suppress_errors=True)  # type: ignore[method-assign]
         for part in (self.model.backbone, *self.model.mpms, self.model.refinement):
             part.compile(dynamic=False)
         self.losses = torch.compile(self.losses, dynamic=False)  # type: ignore[method-assign]

@@ -24,6 +24,7 @@ from torch import Tensor
 from prism_match.engine.photos import IMAGE_SUFFIXES, in_threads
 from prism_match.errors import UserError
 from prism_match.frames import decode_pixels
+from prism_match.training.compiling import compiled
 from prism_match.training.data.photometric import CALM, Draw, augment
 from prism_match.training.data.texture import flat_cells, forget_flat
 from prism_match.training.pairs import ImageSize, PairBatch, cell_centres, shape_of
@@ -215,7 +216,7 @@ class PhotoPairs:
         """`strangers`: share of pairs whose views are of different photos, so that pruning learns that two
         images may have nothing in common. `compile` fuses the rendering into one kernel."""
         self.store, self.device = store.to(device), torch.device(device)
-        self._render = torch.compile(render, dynamic=False) if compile else render
+        self._render = compiled(render) if compile else render
         self.photometric, self.strangers = photometric, strangers
         self.calm = calm  # share of pairs that are changed little
 
@@ -234,9 +235,9 @@ class PhotoPairs:
         calm = draw.chance(self.calm, batch)
         images, truth, flat = [], [], []
         for i, j in ((0, 1), (1, 0)):
-            image = self._render(
-                self.store, to_photo[:, i], shown[i], photo[:, 1 + i], mosaic, patches[i], size
-            )
+            # Of one kind of strides, or what is compiled for the first view would not do for the second.
+            which = shown[i].contiguous(), photo[:, 1 + i].contiguous()
+            image = self._render(self.store, to_photo[:, i], *which, mosaic, patches[i], size)
             flat.append(flat_cells(image))
             images.append(augment(image, generator, calm) if self.photometric else image)
             warp, visible = warp_cells(to_photo[:, i], to_photo[:, j], patches[i], patches[j], size)

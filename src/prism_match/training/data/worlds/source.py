@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prism_match.training.compiling import compiled
 from prism_match.training.data.photometric import CALM, Draw, augment
 from prism_match.training.data.photos import PhotoStore, subpixels
 from prism_match.training.data.texture import flat_cells, forget_flat
@@ -73,7 +74,7 @@ class Worlds:
         self.families = wanted_families(FAMILIES if families is None else families, self.variety.families)
         self.photometric, self.compiled = photometric, compile
         self.calm = calm  # share of pairs that are changed little
-        self._shade = torch.compile(shade, dynamic=False) if compile else shade
+        self._shade = compiled(shade) if compile else shade
 
     @torch.no_grad()
     def sample(self, batch: int, size: ImageSize, generator: torch.Generator) -> PairBatch:
