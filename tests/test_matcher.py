@@ -632,6 +632,7 @@ def test_matches_that_do_not_fit_together() -> None:
         ((points[:3], points, scores), "3 points cannot be matched with 4"),
         ((points, points, scores[:3]), "there are 3 scores for 4 matches"),
         ((np.zeros((4, 3)), points, scores), r"keypoints0 must have the shape \(n, 2\), not \(4, 3\)"),
+        ((points, points * np.nan, scores), "keypoints1 must be finite numbers"),
         ((points, points, points), r"scores must have the shape \(n,\), not \(4, 2\)"),
     ):
         with pytest.raises(UserError, match=reason):

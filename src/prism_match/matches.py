@@ -66,6 +66,8 @@ class Matches:
             if array.ndim != len(shape) or array.shape[1:] != shape[1:]:
                 wanted = "(n, 2)" if len(shape) == 2 else "(n,)"
                 raise UserError(f"{name} must have the shape {wanted}, not {array.shape}")
+            if not np.isfinite(array).all():
+                raise UserError(f"{name} must be finite numbers: leave out what is not visible")
             object.__setattr__(self, name, array)
         if len(self.keypoints0) != len(self.keypoints1):
             raise UserError(f"{len(self.keypoints0)} points cannot be matched with {len(self.keypoints1)}")
