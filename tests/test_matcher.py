@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -617,6 +618,15 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
     whole.write_text(json.dumps(values))
     with pytest.raises(UserError, match=r"m.json: not a file of matches: it has no size0$"):
         Matches.load(whole)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".json", ".csv", ".h5"])
+def test_names_that_are_not_utf8(tmp_path: Path, suffix: str) -> None:
+    """As files from old archives have; Python then has lone surrogates for their bytes."""
+    name = os.fsdecode(b"caf\xe9 1.jpg")
+    replace(some_matches(), name0=name).save(tmp_path / f"m{suffix}")
+    loaded = Matches.load(tmp_path / f"m{suffix}")
+    assert (loaded.name0, loaded.name1) == (name, some_matches().name1)
 
 
 @pytest.mark.parametrize("suffix", [".NPZ", ".Json", ".CSV", ".H5"])

@@ -341,7 +341,7 @@ def _load_json(path: Path) -> dict[str, Any]:
 
 
 def _save_csv(path: Path, m: Matches) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.writer(file)
         # The first line tells of the images, as a comment that csv readers can skip.
         seal = _to_arrays(replace(m, details=None))
@@ -354,7 +354,7 @@ def _save_csv(path: Path, m: Matches) -> None:
 
 
 def _load_csv(path: Path) -> dict[str, Any]:
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
         head, names, *rows = csv.reader(file)
     table = np.array(rows, dtype=np.float32).reshape(-1, len(names))
     arrays = {"keypoints0": table[:, :2], "keypoints1": table[:, 2:4], "scores": table[:, 4]}

@@ -23,8 +23,8 @@ DAMPING = 3e-3  # on the normal equations: along an edge nothing is known
 LONGEST = 0.7  # pixels, of one step
 NEIGHBOURS = 12  # matches that tell how image 1 is stretched and turned against image 0
 FEWEST = NEIGHBOURS + 1
-# Pixels, along x and y: matches lie on a grid, and many neighbours of one are equally far. They are sought from
-# this far aside, or the library would choose among them, which does so by how many others there are.
+# Pixels, along x and y: matches lie on a grid, and many neighbours of one are equally far. They are sought
+# from this far aside, or the library would choose among them, which goes by how many others there are.
 ASIDE = (0.17, 0.103)
 MISFIT = 2.0  # pixels by which a neighbour that counts half does not fit
 AT_ONCE = 2048  # matches
