@@ -23,9 +23,10 @@ DAMPING = 3e-3  # on the normal equations: along an edge nothing is known
 LONGEST = 0.7  # pixels, of one step
 NEIGHBOURS = 12  # matches that tell how image 1 is stretched and turned against image 0
 FEWEST = NEIGHBOURS + 1
-# Pixels, along x and y: matches lie on a grid, and many neighbours of one are equally far. They are sought
-# from this far aside, or the library would choose among them, which goes by how many others there are.
-ASIDE = (0.17, 0.103)
+# For a pixel along x and along y: matches lie on a grid, and many neighbours of one are equally far. Those on
+# the right and below count as so much farther, or the library would choose among them, which goes by how many
+# others there are.
+HANDICAP = (0.0017, 0.00103)
 MISFIT = 2.0  # pixels by which a neighbour that counts half does not fit
 AT_ONCE = 2048  # matches
 
@@ -90,21 +91,23 @@ def neighbourhoods(
         same = torch.eye(2, device=points0.device, dtype=points0.dtype).expand(len(points0), 2, 2)
         unknown = torch.full_like(points0[:, 0], torch.inf)
         return same, unknown, unknown
-    rows = []
+    rows, behind = [], handicap(points0)
     for part in torch.arange(len(points0), device=points0.device).split(AT_ONCE):
-        distance = torch.cdist(aside(points0[part]), points0, compute_mode="donot_use_mm_for_euclid_dist")
+        distance = torch.cdist(points0[part], points0, compute_mode="donot_use_mm_for_euclid_dist")
+        distance += behind
         if believed is not None:
             distance.masked_fill_(~believed, torch.inf)
-        distance.scatter_(1, part[:, None], -1.0)  # each is its own nearest, believed or not
+        distance.scatter_(1, part[:, None], -torch.inf)  # each is its own nearest, believed or not
         near = distance.topk(NEIGHBOURS + 1, dim=1, largest=False).indices[:, 1:]
         d0, d1 = (p[near] - p[part, None] for p in (points0, points1))  # m k 2
         rows.append((*fitted_affine(d0, d1, rounds), d0.norm(dim=2).mean(1)))
     return tuple(torch.cat(x) for x in zip(*rows, strict=True))  # type: ignore[return-value]
 
 
-def aside(points: Tensor) -> Tensor:
-    """n 2: from where their neighbours are sought."""
-    return torch.stack([x + by for x, by in zip(points.unbind(1), ASIDE, strict=True)], dim=1)
+def handicap(points: Tensor) -> Tensor:
+    """n: what is added to the distance of each as a neighbour, so that no two on a grid are equally far."""
+    x, y = points.unbind(1)
+    return HANDICAP[0] * x + HANDICAP[1] * y
 
 
 def fitted_affine(d0: Tensor, d1: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
