@@ -327,15 +327,31 @@ def test_the_command_tells_what_is_wrong_in_one_line(prism, tmp_path):
     text.write_text("no picture")
     flat = tmp_path / "flat.png"
     cv2.imwrite(str(flat), np.full((160, 160), 128, np.uint8))
+    long = tmp_path / "long.png"
+    cv2.imwrite(str(long), np.zeros((32, 32767), np.uint8))
     for words, reason in (
         ((tmp_path / "none.jpg", good), "none.jpg: no such file"),
         ((good, text), "text.tif: not an image"),
         ((good, tmp_path), "is a folder, not an image"),
+        ((good, long), "at most 32766 pixels a side can be aligned, not of 32767"),
         ((good, flat, "--size", 96, "--rotate", "never"), "flat.png: cannot be brought onto"),
     ):
         code, out, err = prism("align", *words, "-o", tmp_path / "out")
         assert code == 2 and out == "" and reason in err and len(err.splitlines()) == 1
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_as_many_pixels_as_can_be_moved():
+    at = np.random.default_rng(0).uniform(0, (32000, 30), (200, 2))
+    for side, fits in ((2**15 - 2, True), (2**15 - 1, False)):
+        size = (side, 32)
+        found = align_matches(Matches(at, at, np.ones(200), size, size), model="similarity")
+        pixels = np.zeros((32, side), np.uint8)
+        if fits:
+            assert found.warp_pixels(pixels).shape == pixels.shape
+            continue
+        with pytest.raises(UserError, match="at most 32766 pixels a side"):
+            found.warp_pixels(pixels)
 
 
 def test_the_function_takes_arrays(pictures):

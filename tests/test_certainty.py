@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -244,6 +245,12 @@ def test_points_are_found_by_what_matches_at_another_scale(
     assert counts["never"] < 20 and counts["auto"] > 50, counts
 
 
+def test_points_are_found_whatever_tiles_there_are(photo: np.ndarray, matcher: PairMatcher) -> None:
+    tiled = matcher.adjusted(size=192, tiles="auto", tile_memory=2.0, rotate="never", rescale="never")
+    points = np.array([[150.0, 160.0], [200.5, 210.25]])
+    np.testing.assert_allclose(tiled.locate(photo, photo, points).points1, points, atol=0.1)
+
+
 @pytest.mark.parametrize("points", [np.zeros(3), np.zeros((2, 3)), "text", [[1, 2], [3]]])
 def test_points_of_another_shape_are_told(points: object, matcher: PairMatcher) -> None:
     with pytest.raises(UserError, match="points must"):
@@ -260,3 +267,17 @@ def test_bad_files_of_points_are_told_in_one_line(text: str, told: str, tmp_path
         app, ["locate", "a.png", "b.png", "--points", str(tmp_path / "p.csv"), "-o", str(tmp_path / "o.csv")]
     )
     assert told in str(result.exception) and not (tmp_path / "o.csv").exists()
+
+
+def test_where_points_go_is_looked_at_before_they_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it takes a while to match")
+
+    monkeypatch.setattr(sys.modules["prism_match.cli.locate"], "make_matcher", never)
+    (tmp_path / "p.csv").write_text("x,y\n1,2\n")
+    (tmp_path / "folder.csv").mkdir()
+    for out, told in (("p.csv/o.csv", "cannot be made a folder"), ("folder.csv", "is a folder")):
+        call = ["locate", "a.png", "b.png", "--points", str(tmp_path / "p.csv"), "-o", str(tmp_path / out)]
+        assert told in str(CliRunner().invoke(app, call).exception)

@@ -86,6 +86,20 @@ def test_homography(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_turned_wide_camera_sees_is_in_front_of_it(backend: str) -> None:
+    """To one side as to the other, whatever becomes of the corner that is the origin."""
+    K = np.array([[268.5, 0, 319.5], [0, 268.5, 239.5], [0, 0, 1]])  # 100 degrees wide
+    for angle in np.radians([-50, 50]):
+        c, s = np.cos(angle), np.sin(angle)
+        truth = K @ np.array([[c, 0, s], [0, 1, 0], [-s, 0, c]]) @ np.linalg.inv(K)
+        x0 = np.stack(np.meshgrid(np.arange(0, 640, 16.0), np.arange(0, 480, 16.0)), axis=-1).reshape(-1, 2)
+        x1 = geometry.warp_points(x0, truth)
+        seen = np.all((x1 >= 0) & (x1 <= [639, 479]), axis=1)
+        found = geometry.estimate(x0[seen], x1[seen], "homography", backend=backend)
+        np.testing.assert_allclose(geometry.warp_points(x0[seen], found.matrix), x1[seen], atol=0.05)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("model", ["homography", "fundamental", "essential"])
 @pytest.mark.parametrize("case", ["none", "three", "same point", "line"])
 def test_degenerate_matches_never_crash(model: str, backend: str, case: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -631,6 +632,15 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
         Matches.load(whole)
 
 
+@pytest.mark.parametrize("suffix", [".npz", ".json", ".csv", ".h5"])
+def test_names_that_are_not_utf8(tmp_path: Path, suffix: str) -> None:
+    """As files from old archives have; Python then has lone surrogates for their bytes."""
+    name = os.fsdecode(b"caf\xe9 1.jpg")
+    replace(some_matches(), name0=name).save(tmp_path / f"m{suffix}")
+    loaded = Matches.load(tmp_path / f"m{suffix}")
+    assert (loaded.name0, loaded.name1) == (name, some_matches().name1)
+
+
 @pytest.mark.parametrize("suffix", [".NPZ", ".Json", ".CSV", ".H5"])
 def test_names_in_capitals(tmp_path: Path, suffix: str) -> None:
     some_matches().save(tmp_path / f"m{suffix}")
@@ -644,6 +654,7 @@ def test_matches_that_do_not_fit_together() -> None:
         ((points[:3], points, scores), "3 points cannot be matched with 4"),
         ((points, points, scores[:3]), "there are 3 scores for 4 matches"),
         ((np.zeros((4, 3)), points, scores), r"keypoints0 must have the shape \(n, 2\), not \(4, 3\)"),
+        ((points, points * np.nan, scores), "keypoints1 must be finite numbers"),
         ((points, points, points), r"scores must have the shape \(n,\), not \(4, 2\)"),
     ):
         with pytest.raises(UserError, match=reason):

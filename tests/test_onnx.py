@@ -235,7 +235,7 @@ def test_polishing_is_pytorchs(exported: Path) -> None:
         gray, move, gray.shape[::-1], flags=cv2.INTER_CUBIC, borderMode=cv2.BORDER_REPLICATE
     )
     rng = np.random.default_rng(0)
-    at0 = rng.uniform(60, 440, (60, 2)).astype(np.float32)  # nowhere are two neighbours equally far
+    at0 = rng.uniform(60, 440, (60, 2)).astype(np.float32)
     at1 = at0.copy()
     polish = opened(exported.with_name("prism-polish.onnx"))
 

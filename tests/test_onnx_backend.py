@@ -135,7 +135,7 @@ def test_turned_and_polished(by_torch: Matcher, by_onnx: Matcher) -> None:
     assert_same(turned, upright)
     found, expected = (m.adjusted(polish=True).match(a, b) for m in (by_onnx, by_torch))
     assert abs(len(found) - len(expected)) <= 1
-    # Which neighbours tell how the image is stretched is settled by rounding where they are equally far.
+    # What is a match of one of them alone tells how the image is stretched around others.
     distance = np.linalg.norm(found.keypoints1[:, None] - expected.keypoints1, axis=-1).min(axis=1)
     assert np.median(distance) < 0.1
 

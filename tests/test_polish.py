@@ -139,6 +139,17 @@ def test_only_believed_matches_tell_about_others() -> None:
     assert not torch.allclose(neighbourhoods(points, there)[0][believed], alone[0])
 
 
+def test_of_neighbours_that_are_equally_far_the_same_count_whatever_else_was_matched() -> None:
+    g = torch.Generator().manual_seed(5)
+    cells = torch.randperm(40 * 40, generator=g)[:900]
+    points = 8.0 * torch.stack([cells % 40, cells // 40], dim=1) + 3.5
+    there = points + 4 * torch.rand(900, 2, generator=g)
+    believed = torch.rand(900, generator=g) < 0.9
+    alone = neighbourhoods(points[believed], there[believed], 2)
+    for with_others, without in zip(neighbourhoods(points, there, 2, believed), alone, strict=True):
+        torch.testing.assert_close(with_others[believed], without)
+
+
 def test_polishing_begins_at_about_the_size_that_was_matched() -> None:
     assert halvings(1.0) == halvings(CLOSE) == 0
     for zoom in (1.6, 2.0, 3.0, 4.0):

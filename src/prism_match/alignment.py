@@ -44,6 +44,7 @@ STIFFNESS = (3.0, 0.1, 0.003)  # of a local warp: the matches choose
 REWEIGHED = 4  # times, by how well they fit, the matches that a local warp is fitted to
 MOST = 2000  # matches, spread over the picture, that maps are fitted to
 AT_ONCE = 2048
+LONGEST = 2**15 - 2  # pixels of a side that OpenCV moves
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ class Alignment:
 
     def warp_pixels(self, pixels: np.ndarray) -> np.ndarray:
         """Pixels of the second picture (h w or h w c, of any type that OpenCV interpolates)."""
+        check_sides(self.matches.size0, pixels.shape[1::-1])
         x, y = np.ascontiguousarray(self._everywhere[..., 0]), np.ascontiguousarray(self._everywhere[..., 1])
         warped = cv2.remap(pixels, x, y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
         warped[~self.covered] = 0
@@ -223,6 +225,13 @@ def align_matches(matches: Matches, *, model: AlignModel | None = None, unit: fl
     alignment = Alignment(matches, found, trials, reason, noise, farthest)
     refuse_unless(int(alignment.agree.sum()), matches)
     return alignment
+
+
+def check_sides(*sizes: tuple[int, ...]) -> None:
+    """Of pictures (width, height) that are to be moved."""
+    longest = max(max(size) for size in sizes)
+    if longest > LONGEST:
+        raise UserError(f"pictures of at most {LONGEST} pixels a side can be aligned, not of {longest}")
 
 
 def check_model(model: AlignModel | None) -> None:

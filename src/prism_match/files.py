@@ -317,14 +317,14 @@ def read_dataset(item: Any) -> np.ndarray:
 
 def fixed_text(values: Sequence[str]) -> np.ndarray:
     """n texts of one length, as HDF5 is to keep them: others it keeps in a heap without checksums, and of a
-    damaged one it may read for ever."""
-    encoded = [value.encode() for value in values]
+    damaged one it may read for ever. Names of files need not be UTF-8: Python has then marked what is not."""
+    encoded = [value.encode(errors="surrogateescape") for value in values]
     return np.array(encoded, h5py.string_dtype("utf-8", max(map(len, encoded), default=0) or 1))
 
 
 def text_of(value: Any) -> str:
     """What HDF5 gives for a text, of fixed length or not."""
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:

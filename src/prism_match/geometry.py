@@ -80,8 +80,10 @@ def estimate(
         if matrix is None:
             return nothing
         if model == "homography":
-            # One scale and sign for all back ends: points of the image have a positive weight.
-            matrix = matrix * (-1 if matrix[2, 2] < 0 else 1) / np.linalg.norm(matrix[2])
+            # One scale and sign for all back ends: points that are seen have a positive weight, which the
+            # corner of a wide view need not have.
+            weight = to_homogeneous(points0[inliers]) @ matrix[2]
+            matrix = matrix * (-1 if np.sign(weight).sum() < 0 else 1) / np.linalg.norm(matrix[2])
         return Estimate(model, matrix, inliers)
     assert intrinsics0 is not None and intrinsics1 is not None
     k0, k1 = check_intrinsics(intrinsics0), check_intrinsics(intrinsics1)

@@ -253,7 +253,7 @@ def to_pixels(array: np.ndarray, name: str) -> np.ndarray:
         return np.ascontiguousarray(array)
     if array.dtype == bool:
         return array.astype(np.uint8) * 255
-    if array.dtype == np.uint16:
+    if np.issubdtype(array.dtype, np.uint16):  # of either byte order
         return array.astype(np.float32) / 65535
     if not np.issubdtype(array.dtype, np.floating):
         raise UserError(f"{name}: pixels must be 8 or 16 bit or float, not {array.dtype}")

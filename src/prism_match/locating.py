@@ -52,7 +52,9 @@ def locate(matcher: PairMatcher, image0: ImageLike, image1: ImageLike, points: n
         raise UserError(
             "points cannot be located without polish=True and a calibration of the weights: prism calibrate"
         )
-    eager = matcher.adjusted(threshold=min(WEAKEST, matcher.threshold or 1.0), max_matches=None, tiles=None)
+    eager = matcher.adjusted(
+        threshold=min(WEAKEST, matcher.threshold or 1.0), max_matches=None, tiles=None, tile_memory=None
+    )
     found = eager.found(image0, image1)
     a, b = (image.prepared for image in found.pair)
     at, certainty, sigma = nowhere(len(points))

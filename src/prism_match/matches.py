@@ -66,6 +66,8 @@ class Matches:
             if array.ndim != len(shape) or array.shape[1:] != shape[1:]:
                 wanted = "(n, 2)" if len(shape) == 2 else "(n,)"
                 raise UserError(f"{name} must have the shape {wanted}, not {array.shape}")
+            if not np.isfinite(array).all():
+                raise UserError(f"{name} must be finite numbers: leave out what is not visible")
             object.__setattr__(self, name, array)
         if len(self.keypoints0) != len(self.keypoints1):
             raise UserError(f"{len(self.keypoints0)} points cannot be matched with {len(self.keypoints1)}")
@@ -339,7 +341,7 @@ def _load_json(path: Path) -> dict[str, Any]:
 
 
 def _save_csv(path: Path, m: Matches) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.writer(file)
         # The first line tells of the images, as a comment that csv readers can skip.
         seal = _to_arrays(replace(m, details=None))
@@ -352,7 +354,7 @@ def _save_csv(path: Path, m: Matches) -> None:
 
 
 def _load_csv(path: Path) -> dict[str, Any]:
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
         head, names, *rows = csv.reader(file)
     table = np.array(rows, dtype=np.float32).reshape(-1, len(names))
     arrays = {"keypoints0": table[:, :2], "keypoints1": table[:, 2:4], "scores": table[:, 4]}

@@ -55,12 +55,13 @@ def align_command(
       prism align map.tif drone.jpg -o out            the place on the ground is kept (extra: geo)
       prism align page.png photo.jpg --model homography --json
     """
-    from prism_match.alignment import align
+    from prism_match.alignment import align, check_sides
     from prism_match.files import writable_folder
     from prism_match.rasters import open_picture
 
     # Before the model is loaded: what is wrong should not take seconds to be told.
     first, second = open_picture(image0).image, open_picture(image1).image
+    check_sides(first.size, second.size)
     folder = writable_folder(out)
     matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate, rescale=rescale)
     with busy("aligning"):

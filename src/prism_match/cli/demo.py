@@ -68,5 +68,8 @@ def demo(
         print(json.dumps(results, indent=2))
     else:
         # as whoever has no PATH to it has called it
-        command = "prism" if shutil.which("prism") else sys.argv[0]
+        called = sys.argv[0]
+        if Path(called).name == "__main__.py":
+            called = f"{sys.executable} -m prism_match"
+        command = "prism" if shutil.which("prism") else called
         print(f"In the browser, with photos of yours: {command} app")

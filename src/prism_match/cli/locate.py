@@ -19,7 +19,7 @@ from prism_match.cli.options import (
     make_matcher,
 )
 from prism_match.errors import UserError
-from prism_match.files import atomic_path, reading
+from prism_match.files import atomic_path, reading, writable_folder
 
 
 def locate(
@@ -44,6 +44,9 @@ def locate(
     if out.suffix.lower() != ".csv":
         raise UserError(f"{out}: the result is a .csv file")
     given = read_points(points)
+    if out.is_dir():
+        raise UserError(f"{out}: is a folder; the result is a .csv file")
+    writable_folder(out.parent)
     matcher = make_matcher(weights, None, device, precision, size, None, rotate, rescale=rescale)
     found = matcher.locate(image0, image1, given)
     with atomic_path(out) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:

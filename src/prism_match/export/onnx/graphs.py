@@ -30,7 +30,7 @@ from prism_match.model.prism import CELL, PRISM, STRIDE
 from prism_match.model.pruning import remaining
 from prism_match.model.refinement import FINE_PER_CELL, expectation
 from prism_match.model.tokens import map_extent
-from prism_match.polish import FEWEST, fitted_affine
+from prism_match.polish import FEWEST, fitted_affine, handicap
 from prism_match.subpixel import (
     FIRST_ROUNDS,
     LEVELS,
@@ -460,8 +460,7 @@ class Polish(nn.Module):
         # Points far away, so that each has neighbours enough to ask for.
         far = -1e6 - 1e3 * torch.arange(FEWEST, device=keypoints0.device)[:, None].expand(-1, 2)
         at0, at1 = (torch.cat([x, far]) for x in (keypoints0, keypoints1))
-        x, y = at0.unbind(1)
-        distance = (x[:, None] - x).square() + (y[:, None] - y).square()
+        distance = (at0[:, None] - at0).square().sum(dim=2).sqrt() + handicap(at0)
         near = distance.topk(FEWEST, dim=1, largest=False).indices[:, 1:]
         stretch, misfit = fitted_affine(at0[near] - at0[:, None], at1[near] - at1[:, None], REWEIGHED)
         few = torch._shape_as_tensor(at0)[0] < 2 * FEWEST
