@@ -56,7 +56,7 @@ class ResNetFPN(nn.Module):
         Returns coarse (b c h/8 w/8) and fine (b c h/2 w/2), rounded up."""
         # A pixel of a coarser map exists if the pixel at its top-left corner does.
         v1, v2, v4, v8 = (None if valid is None else valid[..., ::s, ::s] for s in (1, 2, 4, 8))
-        x2 = masked(F.relu(self.stem(masked(image, v1))), v2)
+        x2 = masked(F.relu(in_float32(self.stem, masked(image, v1))), v2)
         for block in self.stage2:
             x2 = block(x2, v2)
         x4 = x2
@@ -85,6 +85,17 @@ def _pad(module: ResNetFPN, state: dict[str, Any], prefix: str, *_: Any) -> None
         if tensor is not None and tensor.shape == shape != wide[name].shape:
             state[prefix + name] = torch.zeros_like(wide[name], dtype=tensor.dtype, device=tensor.device)
             state[prefix + name][tuple(slice(n) for n in shape)] = tensor
+
+
+def in_float32(layer: nn.Module, image: Tensor) -> Tensor:
+    """What autocast makes of the layer, computed in float32: bf16 has fewer digits than a photo has shades of
+    gray."""
+    device = image.device.type
+    if not torch.is_autocast_enabled(device):
+        return layer(image)
+    with torch.autocast(device, enabled=False):
+        x = layer(image.float())
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def masked(x: Tensor, valid: Tensor | None) -> Tensor:
