@@ -79,6 +79,20 @@ def test_added_channels_change_nothing_and_are_not_stored() -> None:
         wide.load_state_dict(ResNetFPN((16, 24, 32), 32, 16).state_dict())
 
 
+def test_half_precision_sees_the_shades_of_an_image() -> None:
+    """bf16 has fewer digits than a photo has shades of gray: the first convolution is that of float32."""
+    torch.manual_seed(0)
+    net, image = ResNetFPN((16, 24, 32), 32, 16).eval(), torch.rand(1, 1, 32, 64)
+    seen: list[Tensor] = []
+    net.stem.register_forward_hook(lambda _layer, _given, found: seen.append(found))
+    with torch.no_grad():
+        net(image)
+        with torch.autocast("cpu", torch.bfloat16):
+            coarse, fine = net(image)
+    assert torch.equal(*seen) and seen[1].dtype == torch.float32
+    assert coarse.dtype == fine.dtype == torch.bfloat16
+
+
 def test_added_channels_stay_zero_in_training() -> None:
     wide, plain = odd_backbones()
     for net in (wide, plain):
