@@ -81,17 +81,7 @@ def failed_trials(device: torch.device) -> list[str]:
         ("attend_windows", attend_windows, (draw(3, 25, 2, 32), draw(3, 25, 2, 32))),
         ("log_sum_exp", log_sum_exp, (10 * draw(300, 70), 0.5)),
         ("best_of", best_of, (10 * draw(300, 70), draw(300), draw(70), 0.5)),
-        (
-            "attend_segments",
-            partial(attend_segments, lengths=([70, 80], [40, 120])),
-            (
-                *(draw(n, 2, 32).half() for n in (150, 160, 160)),
-                torch.tensor([70, 150]),
-                torch.tensor([40, 160]),
-                True,
-                80,
-            ),
-        ),
+        *attention_trials(draw),
     ]
     wrong = []
     for name, plain, arguments in trials:
@@ -102,6 +92,26 @@ def failed_trials(device: torch.device) -> list[str]:
         if not all(torch.allclose(a.float(), b.cpu().float(), rtol=0.01, atol=0.02) for a, b in pairs):
             wrong.append(name)
     return wrong
+
+
+def attention_trials(draw: Callable[..., Tensor]) -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """In half precision; and in bf16 of many keys, whose scores are far from each other or not."""
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, key_ends: Tensor, *rest: Any) -> Tensor:
+        crossed, most = rest
+        counts, key_counts = (torch.cat([x[:1], x.diff()]).tolist() for x in (ends, key_ends))
+        q, k, v = q.float(), k.float(), v.float()
+        return attend_segments(q, k, v, ends, key_ends, crossed, most, (counts, key_counts))
+
+    trials = []
+    for dtype, counts, size in (
+        (torch.float16, (40, 160), 1), (torch.bfloat16, (540, 1200), 1), (torch.bfloat16, (540, 1200), 9)
+    ):  # fmt: skip
+        queries, keys, values = size * draw(150, 2, 32), size * draw(counts[1], 2, 32), draw(counts[1], 2, 32)
+        tensors = (x.to(dtype) for x in (queries, keys, values))
+        ends = torch.tensor([70, 150]), torch.tensor(counts)
+        trials.append(("attend_segments", plain, (*tensors, *ends, True, 80)))
+    return trials
 
 
 def rotate(x: Tensor, centres: Tensor, rows: Tensor, b: Tensor) -> Tensor:

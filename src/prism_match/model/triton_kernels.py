@@ -440,9 +440,62 @@ def best_of(s: Tensor, rows: Tensor, columns: Tensor, scale: float) -> tuple[Ten
 
 
 @triton.jit
+def _largest_squares(key, key_ends, out, k_row, segments, D: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest squared length of the keys of each head, where zeros were."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(1)
+    there = row < tl.load(key_ends + segments - 1)
+    at = key + row.to(tl.int64)[:, None] * k_row + head * D + tl.arange(0, D)[None, :]
+    k = tl.load(at, mask=there[:, None], other=0.0).to(tl.float32)
+    tl.atomic_max(out + head, tl.max(tl.sum(k * k, 1), 0))
+
+
+@triton.jit
+def _attend_keys(
+    q, at_k, at_v, count, scale, k_row, v_row, highest,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RISES: tl.constexpr,
+):  # fmt: skip
+    """The sum of all weights, and that of the values times them. RISES: the highest score of each query is
+    sought as it goes; else no score is far above the given one."""
+    total = tl.zeros((BM,), tl.float32)
+    message = tl.zeros((BM, D), tl.float32)
+    whole = count // BN * BN
+    for _ in range(0, whole, BN):
+        s = tl.dot(q, tl.load(at_k))
+        v = tl.load(at_v)
+        at_k += BN * k_row
+        at_v += BN * v_row
+        if RISES:
+            higher = tl.maximum(highest, tl.max(s, 1) * scale)
+            fading = tl.exp2(highest - higher)
+            total = total * fading
+            message = message * fading[:, None]
+            highest = higher
+        p = tl.exp2(s * scale - highest[:, None])
+        total += tl.sum(p, 1)
+        message = tl.dot(p.to(q.dtype), v, message)
+    if whole < count:
+        there = whole + tl.arange(0, BN) < count
+        s = tl.dot(q, tl.load(at_k, mask=there[None, :], other=0.0)) * scale
+        s = tl.where(there[None, :], s, -1e30)
+        v = tl.load(at_v, mask=there[:, None], other=0.0)
+        if RISES:
+            higher = tl.maximum(highest, tl.max(s, 1))
+            fading = tl.exp2(highest - higher)
+            total = total * fading
+            message = message * fading[:, None]
+            highest = higher
+        p = tl.where(there[None, :], tl.exp2(s - highest[:, None]), 0.0)
+        total += tl.sum(p, 1)
+        message = tl.dot(p.to(q.dtype), v, message)
+    return total, message
+
+
+@triton.jit
 def _attend_segments(
-    query, key, value, out, ends, key_ends, scale, q_row, k_row, v_row, half,
+    query, key, value, out, ends, key_ends, squares, scale, q_row, k_row, v_row, half,
     H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BOUNDED: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(2)
     head = tl.program_id(1)
@@ -462,49 +515,55 @@ def _attend_segments(
     at_k = key + (k0 + n)[None, :] * k_row + head * D + d[:, None]
     at_v = value + (k0 + n)[:, None] * v_row + head * D + d[None, :]
     highest = tl.full((BM,), -1e30, tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    message = tl.zeros((BM, D), tl.float32)
-    whole = count // BN * BN
-    for _ in range(0, whole, BN):
-        s = tl.dot(q, tl.load(at_k))
-        v = tl.load(at_v)
-        at_k += BN * k_row
-        at_v += BN * v_row
-        higher = tl.maximum(highest, tl.max(s, 1) * scale)
-        p = tl.exp2(s * scale - higher[:, None])
-        fading = tl.exp2(highest - higher)
-        total = total * fading + tl.sum(p, 1)
-        message = tl.dot(p.to(q.dtype), v, message * fading[:, None])
-        highest = higher
-    if whole < count:
-        there = whole + n < count
-        s = tl.dot(q, tl.load(at_k, mask=there[None, :], other=0.0)) * scale
-        s = tl.where(there[None, :], s, -1e30)
-        v = tl.load(at_v, mask=there[:, None], other=0.0)
-        higher = tl.maximum(highest, tl.max(s, 1))
-        p = tl.where(there[None, :], tl.exp2(s - higher[:, None]), 0.0)
-        fading = tl.exp2(highest - higher)
-        total = total * fading + tl.sum(p, 1)
-        message = tl.dot(p.to(q.dtype), v, message * fading[:, None])
+    if BOUNDED:
+        # No score is above |q| |k|. Where that is not far above the highest of the first keys, powers of two
+        # of what is above them can be held as they are, and nothing has to be sought or scaled any more.
+        s = tl.dot(q, tl.load(at_k, mask=n[None, :] < count, other=0.0)) * scale
+        first = tl.max(tl.where(n[None, :] < count, s, -1e30), 1)
+        wide = q.to(tl.float32)
+        bound = tl.sqrt(tl.sum(wide * wide, 1) * tl.load(squares + head)) * scale
+        if tl.max(bound - first, 0) < MOST:
+            total, message = _attend_keys(
+                q, at_k, at_v, count, scale, k_row, v_row, first, D, BM, BN, RISES=False
+            )
+        else:
+            total, message = _attend_keys(
+                q, at_k, at_v, count, scale, k_row, v_row, highest, D, BM, BN, RISES=True
+            )
+    else:
+        total, message = _attend_keys(
+            q, at_k, at_v, count, scale, k_row, v_row, highest, D, BM, BN, RISES=True
+        )
     message = message / tl.maximum(total, 1e-30)[:, None]
     to = out + (row[:, None] * H + head) * D + d[None, :]
     tl.store(to, message.to(out.dtype.element_ty), mask=row[:, None] < q_end)
 
 
+# Of the keys from which on it is worth while to look for the longest first; and the power of two above which
+# no weight may be, so that float32 and bfloat16 hold the sum of all of them.
+MANY_KEYS, HIGHEST_POWER = 1024, 100
+
+
 def attend_segments(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, crossed: bool, most: int
 ) -> Tensor:
-    """Heads of 32 channels, for which other kernels are not made: FlashAttention 2 computes 64."""
     n, heads, dim = query.shape
     out = torch.empty((n, heads, dim), dtype=query.dtype, device=query.device)
     if n == 0:
         return out
-    segments, block = len(ends), 64  # the fastest of 28 settings on an H200, for all lengths
+    segments, block = len(ends), 64
+    bounded = query.dtype == torch.bfloat16 and len(key) >= MANY_KEYS
+    squares = torch.zeros(heads, device=query.device) if bounded else query
     with torch.cuda.device(query.device):
+        if bounded:
+            _largest_squares[(triton.cdiv(len(key), 128), heads)](
+                key, key_ends, squares, key.stride(0), segments, D=dim, BLOCK=128
+            )
         _attend_segments[(triton.cdiv(most, block), heads, segments)](
-            query, key, value, out, ends, key_ends, dim**-0.5 / math.log(2),
+            query, key, value, out, ends, key_ends, squares, dim**-0.5 / math.log(2),
             query.stride(0), key.stride(0), value.stride(0), segments // 2 if crossed else 0,
-            H=heads, D=dim, BM=block, BN=64, num_warps=4, num_stages=3,
+            H=heads, D=dim, BM=block, BN=64, BOUNDED=bounded, MOST=HIGHEST_POWER,
+            num_warps=4, num_stages=3,
         )  # fmt: skip
     return out
 
