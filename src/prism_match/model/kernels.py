@@ -94,14 +94,17 @@ def failed_trials(device: torch.device) -> list[str]:
     return wrong
 
 
+def attended_in_fp32(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, key_ends: Tensor, crossed: bool, most: int
+) -> Tensor:
+    """The plain form of what `triton_kernels.attend_segments` computes."""
+    counts, key_counts = (torch.cat([x[:1], x.diff()]).tolist() for x in (ends, key_ends))
+    q, k, v = q.float(), k.float(), v.float()
+    return attend_segments(q, k, v, ends, key_ends, crossed, most, (counts, key_counts))
+
+
 def attention_trials(draw: Callable[..., Tensor]) -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """In half precision; and in bf16 of many keys, whose scores are far from each other or not."""
-
-    def plain(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, key_ends: Tensor, *rest: Any) -> Tensor:
-        crossed, most = rest
-        counts, key_counts = (torch.cat([x[:1], x.diff()]).tolist() for x in (ends, key_ends))
-        q, k, v = q.float(), k.float(), v.float()
-        return attend_segments(q, k, v, ends, key_ends, crossed, most, (counts, key_counts))
 
     trials = []
     for dtype, counts, size in (
@@ -110,7 +113,7 @@ def attention_trials(draw: Callable[..., Tensor]) -> list[tuple[str, Callable[..
         queries, keys, values = size * draw(150, 2, 32), size * draw(counts[1], 2, 32), draw(counts[1], 2, 32)
         tensors = (x.to(dtype) for x in (queries, keys, values))
         ends = torch.tensor([70, 150]), torch.tensor(counts)
-        trials.append(("attend_segments", plain, (*tensors, *ends, True, 80)))
+        trials.append(("attend_segments", attended_in_fp32, (*tensors, *ends, True, 80)))
     return trials
 
 

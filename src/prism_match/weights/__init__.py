@@ -22,7 +22,7 @@ SHIPPED = Path(__file__).parent / "prism.safetensors"
 SUBPIXEL = Path(__file__).parent / "subpixel.safetensors"  # of the network that polishes
 MODEL_CARD = Path(__file__).parent / "README.md"  # of the shipped weights
 SUBPIXEL_SHA256 = "1b19448bddb9369a26e22764dc6b84db4c3656d0735b2ec88376228fc788a3cb"
-SHIPPED_SHA256 = "a7cd02081a9b3290c3e5f8a42e6239e86037dbc93ea5defb23c602f8110dcec7"
+SHIPPED_SHA256 = "3a821549bb055db7c801e1fddde01c393677b436d45e9aebdeea16aa1522f026"
 
 
 @dataclass(frozen=True)
