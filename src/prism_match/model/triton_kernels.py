@@ -539,8 +539,8 @@ def _attend_segments(
     tl.store(to, message.to(out.dtype.element_ty), mask=row[:, None] < q_end)
 
 
-# Of the keys from which on it is worth while to look for the longest first; and the power of two above which
-# no weight may be, so that float32 and bfloat16 hold the sum of all of them.
+# So many keys make it worth while to look for the longest of them first; and two to that power is the largest
+# weight of which float32 and bfloat16 hold the sum over as many keys as there can be.
 MANY_KEYS, HIGHEST_POWER = 1024, 100
 
 
