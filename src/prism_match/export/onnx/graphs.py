@@ -55,7 +55,7 @@ class Backbone(nn.Module):
         self.absolute = model.config.position == "absolute"
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        coarse, fine = (x[0] for x in self.backbone(image.to(self.dtype)))
+        coarse, fine = (x[0] for x in self.backbone(image))  # the first convolution is in float32
         coarse = coarse.permute(1, 2, 0)
         if self.absolute:
             height, width, dim = coarse.shape
