@@ -67,7 +67,7 @@ def test_matches_move_as_the_images_are_stretched() -> None:
 def test_all_pairs_of_a_photo_have_their_matches_at_the_same_points_of_it() -> None:
     matcher = Matcher(device="cpu", precision="fp32", size=256, rotate="never")
     first = matcher.extract([ASSETS / "astronaut0.jpg"])[0]
-    gray = first.prepared.gray
+    gray = first.prepared.to(torch.device("cpu")).numpy()
     partners = [gray, np.ascontiguousarray(gray[5:, 7:]), np.clip(gray * 0.8 + 0.1, 0, 1)]
     found = [matcher.match_extracted([(first, x)])[0] for x in matcher.extract(partners)]
     cells = []

@@ -421,7 +421,7 @@ def test_real_pairs(tmp_path: Path) -> None:
     session = opened(out)
     for pair in pairs:
         prepared = [matcher.prepare(p) for p in pair]
-        images = [p.gray[None, None] for p in prepared]
+        images = [p.to(torch.device("cpu")).numpy()[None, None] for p in prepared]
         found = matcher.extract_prepared(prepared)
         with torch.inference_mode():
             expected = matcher.model.match(found[0].features, found[1].features)

@@ -172,7 +172,7 @@ def test_large_photos_are_polished_at_their_own_size(photo: np.ndarray, size: in
     a, b = matcher.extract_prepared([first, second])
     found = Found((a, b), near0, guess, torch.ones(len(near0)), None, 0)  # type: ignore[arg-type]
     corner, polished = matcher._polish(found)[:2]
-    small = (torch.from_numpy(np.ascontiguousarray(p.gray)) for p in (first, second))
+    small = (p.to(torch.device("cpu")) for p in (first, second))
     at_matched_size = polish(*small, near0, guess)
     before, after = (
         np.linalg.norm(

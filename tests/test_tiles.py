@@ -55,7 +55,7 @@ class SiftMatcher(Matcher):
         self.seen.append((a.gray.size, b.gray.size))
         found = []
         for p in (a, b):
-            gray = np.ascontiguousarray((p.gray * 255).round().astype(np.uint8))
+            gray = (p.to(torch.device("cpu")).numpy() * 255).round().astype(np.uint8)
             mask = None if p.mask is None else np.ascontiguousarray((p.mask >= 0.5).astype(np.uint8))
             sift = cv2.SIFT_create(min(gray.size // 50, 800), contrastThreshold=0.02)
             found.append(sift.detectAndCompute(gray, mask))

@@ -223,7 +223,7 @@ class PairMatcher:
             at_once = self.images_at_once(group[0][1].gray.size)
             for start in range(0, len(group), at_once):
                 some = group[start : start + at_once]
-                each = [torch.from_numpy(np.ascontiguousarray(p.gray)).to(self.device) for _, p in some]
+                each = [p.to(self.device) for _, p in some]
                 gray = each[0][None] if len(each) == 1 else torch.stack(each)
                 for (n, p), f, image in zip(some, self._extract(gray), gray, strict=True):
                     results[n] = ImageFeatures(p, f)
@@ -261,10 +261,10 @@ class PairMatcher:
         sharp = None
         if self.polish and scale < 1:
             zoom = min(1 / scale, MOST_ZOOM)
-            large = resize(image.gray, *(max(1, round(n * scale * zoom)) for n in (width, height)))
-            sharp = (large * 255).round().astype(np.uint8)  # a quarter of the memory, and no less exact
-        gray = resize(image.gray, w, h)
-        gray = gray.copy() if np.may_share_memory(gray, image.pixels) else gray
+            large = resized(image, *(max(1, round(n * scale * zoom)) for n in (width, height)))
+            # A quarter of the memory, and no less exact.
+            sharp = large if large.dtype == np.uint8 else (large * 255).round().astype(np.uint8)
+        gray = resized(image, w, h)
         return Prepared(gray, image.size, image.name, kept, sharp=sharp).masked(image.opaque)
 
     def _extract(self, gray: Tensor) -> list[Features]:
@@ -342,13 +342,16 @@ class PairMatcher:
 
     def _finish(self, found: Found, details: bool) -> Matches:
         a, b = (image.prepared for image in found.pair)
-        points0, points1 = a.to_original(found.at0.cpu().numpy()), b.to_original(found.at1.cpu().numpy())
-        scores = found.scores
+        # In one piece: each way from a device to the host is waited for.
+        columns = (found.at0, found.at1, found.confidence, *(found.signs or ()))
+        table = torch.column_stack(columns).cpu().numpy()
+        points0, points1 = a.to_original(table[:, :2]), b.to_original(table[:, 2:4])
+        scores, *told = table.T[4:]
         order = np.argsort(-scores, kind="stable")
         order = order[(is_inside(points0, a.size) & is_inside(points1, b.size))[order]]
         certainty = sigma = None
         if self.calibration is not None and found.signs is not None:
-            signs = b.signs(scores, *(x.cpu().numpy() for x in found.signs))
+            signs = b.signs(scores, *told)
             certainty, sigma = (x[order] for x in self.calibration.matches(signs))
         return Matches(
             points0[order], points1[order], scores[order],
@@ -417,7 +420,7 @@ def polished(
 class Prepared:
     """An image as the model takes it, and the way back to its original pixels."""
 
-    gray: np.ndarray  # h w, float32, resized and turned
+    gray: np.ndarray  # h w, float32 in [0, 1] or uint8, resized and turned
     size: tuple[int, int]  # original width, height
     name: str
     in_memory: Image | None  # the image itself where it came from no file and is small
@@ -425,6 +428,11 @@ class Prepared:
     turns: int = 0  # by 90 degrees, as np.rot90 does it
     # H W, uint8, turned: as large as it is worth polishing at; None: no larger than `gray`
     sharp: np.ndarray | None = None
+
+    def to(self, device: torch.device) -> Tensor:
+        """h w, float32 in [0, 1]. Bytes go there as they are: they are a quarter of it."""
+        gray = torch.from_numpy(np.ascontiguousarray(self.gray)).to(device)
+        return gray if gray.dtype == torch.float32 else gray.float() / torch.full((), 255.0, device=device)
 
     def masked(self, source: MaskLike) -> Prepared:
         """With a mask, beside the one it may have; the image is not turned yet."""
@@ -548,7 +556,7 @@ class ImageFeatures:
         prepared = Prepared(tensors["gray"].numpy(), size, texts["name"], None, mask, sharp=sharp)
         features = Features(*(tensors[k].to(device) for k in ("coarse", "fine", "valid")))
         image = ImageFeatures(prepared, features)
-        return image.to_polish(tensors["gray"].to(device)) if polish else image
+        return image.to_polish(prepared.to(device)) if polish else image
 
 
 FeaturesPair: TypeAlias = tuple[ImageFeatures, ImageFeatures]
@@ -610,6 +618,15 @@ def stack(features: list[Features]) -> Features:
         return features[0]
     parts = zip(*((f.coarse, f.fine, f.valid) for f in features), strict=True)
     return Features(*(torch.cat(part) for part in parts))
+
+
+def resized(image: Image, width: int, height: int) -> np.ndarray:
+    """h w, float32 in [0, 1], or uint8 where nothing is resized; in memory of its own."""
+    pixels = image.pixels
+    if (width, height) == image.size and pixels.ndim == 2 and pixels.dtype == np.uint8:
+        return pixels.copy()
+    gray = resize(image.gray, width, height)
+    return gray.copy() if np.may_share_memory(gray, pixels) else gray
 
 
 def is_inside(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:

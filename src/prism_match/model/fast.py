@@ -35,12 +35,14 @@ from prism_match.model.kernels import (
     attend_segments,
     attend_windows,
     attends_segments,
+    best_partners,
     convolve,
     feed_forward,
+    finds_partners,
     in_pieces,
     rotate,
 )
-from prism_match.model.matching import away_from_border, mutual_partners
+from prism_match.model.matching import away_from_border, mutual_partners, similarity_scale
 from prism_match.model.mpm import MPM, LayerState
 from prism_match.model.packing import Kept, Layout, Room, Shape, numbers_of, spared
 from prism_match.model.position import frame_scale
@@ -146,8 +148,9 @@ class FastPRISM:
                 masks = (a.looked_at(keep0), b.looked_at(keep1))
                 table, keep, logit, inner, ends, layers = self.transform(layout, a, b, masks)
             with stage("matching"):
-                lengths = layout.lengths(ends.tolist())[-1]
-                cells, confidence, pair = self.coarse_matches(table, keep, logit, inner, lengths, theta_c)
+                cells, confidence, pair = self.coarse_matches(
+                    layout, table, keep, logit, inner, ends, theta_c
+                )
             with stage("refinement"):
                 at_once = REFINED_ON_CPU if cells.device.type == "cpu" else REFINED_AT_ONCE
                 parts = [self.refined(a, b, table, layout, x) for x in cells.split(at_once, dim=1)]
@@ -230,31 +233,71 @@ class FastPRISM:
 
     def coarse_matches(
         self,
+        layout: Layout,
         table: Tensor,
         keep: Tensor,
         logit: Tensor | None,
         inner: Tensor,
-        lengths: tuple[int, ...],
+        ends: Tensor,
         theta_c: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """M_c: the cells of each match, as rows of the table (2 m), its confidence (m) and its pair (m)."""
-        c = self.config
+        theta_c = self.config.theta_c if theta_c is None else theta_c
+        weights = [logit] if self.config.weighted_softmax and logit is not None else []
+        if finds_partners(table.device, table.dtype, table.shape[1]):
+            matched = partial(self.matched, layout, theta_c)
+            name = ("matching", layout.shapes, theta_c)
+            cells, confidence, pair, counted = self.recorder(
+                name, matched, table, keep, inner, ends, *weights
+            )
+            count = int(counted)  # the host waits here
+            return cells[:, :count], confidence[:count], pair[:count]
+        lengths = layout.lengths(ends.tolist())[-1]
         rows = numbers_of(keep, keep.cumsum(0), sum(lengths))
         log_nmi: Sequence[Tensor | None] = [None] * len(lengths)
-        if c.weighted_softmax and logit is not None:
-            log_nmi = F.logsigmoid(logit[rows]).split(lengths)
+        if weights:
+            log_nmi = F.logsigmoid(weights[0][rows]).split(lengths)
         tokens, each = table[rows].split(lengths), rows.split(lengths)
-        found, pairs = [], len(lengths) // 2
+        parts, pairs = [], len(lengths) // 2
         for k in range(pairs):
             partner, confidence = mutual_partners(
-                tokens[k], tokens[pairs + k], log_nmi[k], log_nmi[pairs + k], c.temperature
+                tokens[k], tokens[pairs + k], log_nmi[k], log_nmi[pairs + k], self.config.temperature
             )
             cells = torch.stack([each[k], each[pairs + k][partner]]) if len(partner) else rows.new_empty(2, 0)
-            good = (confidence > (c.theta_c if theta_c is None else theta_c)) & inner[cells].all(dim=0)
+            good = (confidence > theta_c) & inner[cells].all(dim=0)
             chosen = good.nonzero().squeeze(1)
-            found.append((cells[:, chosen], confidence[chosen], torch.full_like(chosen, k)))
-        cells, confidence, pair = (torch.cat(x, dim=-1) for x in zip(*found, strict=True))
+            parts.append((cells[:, chosen], confidence[chosen], torch.full_like(chosen, k)))
+        cells, confidence, pair = (torch.cat(x, dim=-1) for x in zip(*parts, strict=True))
         return cells, confidence, pair
+
+    def matched(
+        self,
+        layout: Layout,
+        theta_c: float,
+        table: Tensor,
+        keep: Tensor,
+        inner: Tensor,
+        ends: Tensor,
+        *logit: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """What `coarse_matches` gives, with room for as many matches as there are cells, and how many there
+        are: nothing of it has to be known by the host."""
+        rows = numbers_of(keep, keep.cumsum(0), len(keep))
+        there = rows.clamp(max=len(keep) - 1)  # those that are spare are read, and not used
+        bonus = F.logsigmoid(logit[0][there]) if logit else torch.zeros(len(rows), device=rows.device)
+        ends = ends[-len(layout.ends[-1]) :]  # those of the cells
+        most = max(height * width for _, height, width in layout.shapes)
+        scale = similarity_scale(table, self.config.temperature) ** 2
+        best, partner = best_partners(table[rows], bonus, ends, most, scale)
+        position = torch.arange(len(rows), device=rows.device)
+        confidence = best.exp()
+        good = (position < ends[len(ends) // 2 - 1]) & (partner[partner] == position) & (confidence > theta_c)
+        cells = torch.stack([there, there[partner]])
+        good = good & inner[cells].all(dim=0)
+        counted = good.cumsum(0)
+        chosen = numbers_of(good, counted, len(good)).clamp(max=len(good) - 1)
+        cells = cells[:, chosen]
+        return cells, confidence[chosen], layout.image[-1][cells[0]], counted[-1:]
 
     def layout(self, a: Features, b: Features) -> Layout:
         """From those seen before where possible."""

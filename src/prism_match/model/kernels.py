@@ -82,6 +82,11 @@ def failed_trials(device: torch.device) -> list[str]:
         ("log_sum_exp", log_sum_exp, (10 * draw(300, 70), 0.5)),
         ("best_of", best_of, (10 * draw(300, 70), draw(300), draw(70), 0.5)),
         *attention_trials(draw),
+        (
+            "best_partners",
+            best_partners,
+            (draw(330, 32).half(), draw(330), torch.tensor([70, 70, 150, 320]), 170, 0.5),
+        ),
     ]
     wrong = []
     for name, plain, arguments in trials:
@@ -187,6 +192,41 @@ def best_of(s: Tensor, rows: Tensor, columns: Tensor, scale: float) -> tuple[Ten
         return triton_kernels.best_of(s, rows, columns, scale)
     total = 2 * scale * s + rows[:, None] + columns
     return *total.max(dim=1), *total.max(dim=0)
+
+
+def finds_partners(device: torch.device, dtype: torch.dtype, channels: int) -> bool:
+    """Whether there is `triton_kernels.best_partners` for tokens like these."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return (
+        device.type == "cuda"
+        and half
+        and is_power_of_two(channels)
+        and 16 <= channels <= 256
+        and kernels_work(device)
+    )
+
+
+def best_partners(
+    tokens: Tensor, bonus: Tensor, ends: Tensor, most: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """For each token (n c) the highest log P of those in the other image, and which one that is (n, int64);
+    -inf and 0 where there are none, and after the last image.
+    ends: of the images in the tokens, those of the first half being matched with those of the second; most:
+    tokens of one image; bonus: n, the logarithm of sigma; scale: tau.
+
+    On a GPU the matrix is computed in tiles that are held nowhere, once for its sums and once for the
+    highest, and the host need not know how many tokens an image has."""
+    if has_kernels(tokens):
+        return triton_kernels.best_partners(tokens, bonus, ends, most, scale)
+    image = torch.searchsorted(ends, torch.arange(len(tokens), device=ends.device), right=True)
+    half = len(ends) // 2
+    partner = torch.where(image < half, image + half, -1)  # of the first half's
+    matched = partner[:, None] == image
+    matched = matched | matched.mT
+    s = (scale * tokens.float() @ tokens.float().mT).masked_fill(~matched, -torch.inf)
+    term = bonus - s.logsumexp(1)
+    best, arg = (2 * s + term[:, None] + term).masked_fill(~matched, -torch.inf).max(dim=1)
+    return best, torch.where(best > -torch.inf, arg, 0)
 
 
 def attends_segments(device: torch.device, dtype: torch.dtype, dim: int) -> bool:

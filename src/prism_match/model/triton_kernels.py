@@ -440,6 +440,86 @@ def best_of(s: Tensor, rows: Tensor, columns: Tensor, scale: float) -> tuple[Ten
 
 
 @triton.jit
+def _sums_of_others(
+    tokens, out, ends, scale, half, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    segment = tl.program_id(1)
+    start = tl.load(ends + segment - 1, mask=segment > 0, other=0)
+    end = tl.load(ends + segment)
+    row = start + tl.program_id(0) * BM + tl.arange(0, BM)
+    if start + tl.program_id(0) * BM >= end:
+        return
+    seen = tl.where(segment < half, segment + half, segment - half)
+    first = tl.load(ends + seen - 1, mask=seen > 0, other=0)
+    count = (tl.load(ends + seen) - first).to(tl.int32)
+    c = tl.arange(0, C)
+    n = tl.arange(0, BN)
+    q = tl.load(tokens + row[:, None] * C + c[None, :], mask=row[:, None] < end, other=0.0)
+    at = tokens + (first + n)[None, :] * C + c[:, None]
+    highest = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    for begin in range(0, count, BN):
+        there = begin + n < count
+        s = tl.dot(q, tl.load(at, mask=there[None, :], other=0.0)) * (scale * 1.4426950408889634)
+        s = tl.where(there[None, :], s, float("-inf"))
+        higher = tl.maximum(highest, tl.max(s, 1))
+        total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(s - higher[:, None]), 1)
+        highest = higher
+        at += BN * C
+    tl.store(out + row, (highest + tl.log2(total)) * 0.6931471805599453, mask=row < end)
+
+
+@triton.jit
+def _best_of_others(
+    tokens, term, best_out, arg_out, ends, scale, half, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    segment = tl.program_id(1)
+    start = tl.load(ends + segment - 1, mask=segment > 0, other=0)
+    end = tl.load(ends + segment)
+    row = start + tl.program_id(0) * BM + tl.arange(0, BM)
+    if start + tl.program_id(0) * BM >= end:
+        return
+    seen = tl.where(segment < half, segment + half, segment - half)
+    first = tl.load(ends + seen - 1, mask=seen > 0, other=0)
+    count = (tl.load(ends + seen) - first).to(tl.int32)
+    c = tl.arange(0, C)
+    n = tl.arange(0, BN)
+    q = tl.load(tokens + row[:, None] * C + c[None, :], mask=row[:, None] < end, other=0.0)
+    at = tokens + (first + n)[None, :] * C + c[:, None]
+    best = tl.full((BM, BN), float("-inf"), tl.float32)
+    where = tl.zeros((BM, BN), tl.int32)
+    for begin in range(0, count, BN):
+        there = begin + n < count
+        own = tl.load(term + first + begin + n, mask=there, other=float("-inf"))
+        s = tl.dot(q, tl.load(at, mask=there[None, :], other=0.0))
+        value = 2 * scale * s + own[None, :]
+        better = value > best
+        best = tl.where(better, value, best)
+        where = tl.where(better, begin + n[None, :], where)
+        at += BN * C
+    top = tl.max(best, 1)
+    place = tl.min(tl.where(best == top[:, None], where, count), 1)  # the first of equals
+    there = (row < end) & (count > 0)
+    tl.store(best_out + row, top + tl.load(term + row, mask=there, other=0.0), mask=there)
+    tl.store(arg_out + row, first + place, mask=there)
+
+
+def best_partners(
+    tokens: Tensor, bonus: Tensor, ends: Tensor, most: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    n, channels = tokens.shape
+    sums, best = torch.zeros(n, device=tokens.device), torch.full((n,), -torch.inf, device=tokens.device)
+    arg = torch.zeros(n, dtype=torch.int64, device=tokens.device)
+    block, segments = 64, len(ends)
+    grid = (triton.cdiv(most, block), segments)
+    sizes = {"C": channels, "BM": block, "BN": 64, "num_warps": 4, "num_stages": 2}
+    with torch.cuda.device(tokens.device):
+        _sums_of_others[grid](tokens, sums, ends, scale, segments // 2, **sizes)
+        _best_of_others[grid](tokens, bonus - sums, best, arg, ends, scale, segments // 2, **sizes)
+    return best, arg
+
+
+@triton.jit
 def _largest_squares(key, key_ends, out, k_row, segments, D: tl.constexpr, BLOCK: tl.constexpr):
     """The largest squared length of the keys of each head, where zeros were."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
