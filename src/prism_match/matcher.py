@@ -255,9 +255,6 @@ class PairMatcher:
         width, height = image.size
         scale = min((size or self.size) / max(width, height), 1.0)
         w, h = max(CELL, round(width * scale)), max(CELL, round(height * scale))
-        kept = None
-        if keep and not isinstance(source, (str, os.PathLike)) and image.pixels.nbytes <= KEPT:
-            kept = Image(image.pixels.copy(), image.name)  # the caller's memory may get another image
         sharp = None
         if self.polish and scale < 1:
             zoom = min(1 / scale, MOST_ZOOM)
@@ -265,6 +262,11 @@ class PairMatcher:
             # A quarter of the memory, and no less exact.
             sharp = large if large.dtype == np.uint8 else (large * 255).round().astype(np.uint8)
         gray = resized(image, w, h)
+        kept = None
+        if keep and not isinstance(source, (str, os.PathLike)) and image.pixels.nbytes <= KEPT:
+            # The caller's memory may get another image; where the model takes a copy as it is, it is that.
+            same = (gray.shape, gray.dtype) == (image.pixels.shape, image.pixels.dtype)
+            kept = Image(gray if same else image.pixels.copy(), image.name)
         return Prepared(gray, image.size, image.name, kept, sharp=sharp).masked(image.opaque)
 
     def _extract(self, gray: Tensor) -> list[Features]:

@@ -29,6 +29,7 @@ FEWEST = NEIGHBOURS + 1
 HANDICAP = (0.0017, 0.00103)
 MISFIT = 2.0  # pixels by which a neighbour that counts half does not fit
 AT_ONCE = 2048  # matches
+DISTANCES = 2**25  # between matches, that a GPU holds at a time: the fewer pieces, the less it is asked for
 
 
 @torch.inference_mode()
@@ -91,16 +92,17 @@ def neighbourhoods(
         same = torch.eye(2, device=points0.device, dtype=points0.dtype).expand(len(points0), 2, 2)
         unknown = torch.full_like(points0[:, 0], torch.inf)
         return same, unknown, unknown
-    rows, behind = [], handicap(points0)
-    for part in torch.arange(len(points0), device=points0.device).split(AT_ONCE):
+    at_once = max(AT_ONCE, DISTANCES // len(points0)) if points0.is_cuda else AT_ONCE
+    nearest, behind = [], handicap(points0)
+    for part in torch.arange(len(points0), device=points0.device).split(at_once):
         distance = squared_distances(points0[part], points0).sqrt_().add_(behind)
         if believed is not None:
             distance.masked_fill_(~believed, torch.inf)
         distance.scatter_(1, part[:, None], -torch.inf)  # each is its own nearest, believed or not
-        near = distance.topk(NEIGHBOURS + 1, dim=1, largest=False).indices[:, 1:]
-        d0, d1 = (p[near] - p[part, None] for p in (points0, points1))  # m k 2
-        rows.append((*fitted_affine(d0, d1, rounds), d0.norm(dim=2).mean(1)))
-    return tuple(torch.cat(x) for x in zip(*rows, strict=True))  # type: ignore[return-value]
+        nearest.append(distance.topk(NEIGHBOURS + 1, dim=1, largest=False).indices[:, 1:])
+    near = torch.cat(nearest)
+    d0, d1 = (p[near] - p[:, None] for p in (points0, points1))  # n k 2
+    return *fitted_affine(d0, d1, rounds), d0.norm(dim=2).mean(1)
 
 
 def squared_distances(points: Tensor, others: Tensor) -> Tensor:

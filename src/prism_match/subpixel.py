@@ -39,7 +39,7 @@ ROUNDS = 2
 # Rounds of polishing: the first time matches may be off by pixels, at each larger size by less than one.
 FIRST_ROUNDS, MORE_ROUNDS = 3, 2
 CHANNELS = 10  # that `comparison` makes of two windows
-AT_ONCE = 2048  # matches
+AT_ONCE = 4096  # matches
 AT_ONCE_ON_CPU = 128  # so that what lies between two layers stays in its caches
 
 

@@ -66,7 +66,8 @@ from prism_match.stages import stage
 
 SLOPE = 0.01  # of `F.leaky_relu`
 RECORDED = 2**20  # pixels of images that the backbone sees together: more keep a GPU busy as they are
-REFINED_AT_ONCE, REFINED_ON_CPU = 2048, 128  # matches; on a CPU so few that its caches hold what they need
+# Matches whose windows are cut and refined together; on a CPU so few that its caches hold what they need.
+CUT_AT_ONCE, REFINED_AT_ONCE, REFINED_ON_CPU = 8192, 2048, 128
 LAYOUT_CELLS = 2**20  # of the maps seen last, whose tables are kept: about 64 MiB
 
 
@@ -152,7 +153,7 @@ class FastPRISM:
                     layout, table, keep, logit, inner, ends, theta_c
                 )
             with stage("refinement"):
-                at_once = REFINED_ON_CPU if cells.device.type == "cpu" else REFINED_AT_ONCE
+                at_once = REFINED_ON_CPU if cells.device.type == "cpu" else CUT_AT_ONCE
                 parts = [self.refined(a, b, table, layout, x) for x in cells.split(at_once, dim=1)]
                 keypoints0, keypoints1, std = (torch.cat(x) for x in zip(*parts, strict=True))
         return PairMatches(pair, keypoints0, keypoints1, confidence, std, tuple(layers))
@@ -190,14 +191,18 @@ class FastPRISM:
             self.refinement.cut(fine, place, shape)
             for fine, place, shape in zip((a.fine, b.fine), places, layout.shapes, strict=True)
         ]
-        results = self.recorder(
-            ("refinement", layout.shapes),
-            partial(self.located, layout),
-            *windows,
-            table[cells.flatten()],
-            *places,
-        )
-        return tuple(x[:count] for x in results)
+        parts = [
+            self.recorder(
+                ("refinement", layout.shapes), partial(self.located, layout), *w, table[of.flatten()], *p
+            )
+            for w, of, p in zip(
+                zip(*(x.split(REFINED_AT_ONCE) for x in windows), strict=True),
+                cells.split(REFINED_AT_ONCE, dim=1),
+                zip(*(x.split(REFINED_AT_ONCE) for x in places), strict=True),
+                strict=True,
+            )
+        ]
+        return tuple(torch.cat(x)[:count] for x in zip(*parts, strict=True))
 
     def located(
         self, layout: Layout, window0: Tensor, window1: Tensor, coarse: Tensor, *places: Tensor
