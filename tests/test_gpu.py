@@ -9,9 +9,10 @@ import cv2
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from reference import partner_distances
 
-from prism_match import Matcher, subpixel
+from prism_match import Matcher, polish, subpixel
 from prism_match.config import PRESETS
 from prism_match.maps.shared_keypoints import IndexedMatches, Keypoints, SharedKeypoints
 from prism_match.maps.tracks import polish_tracks
@@ -76,6 +77,40 @@ def test_fused_kernels_equal_their_plain_forms(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(subpixel, "has_kernels", lambda x: False)
     for one, other in zip(fused, all_of_them(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("count", [13, 1100, 5000])
+def test_neighbours_and_their_maps_are_those_of_the_plain_form(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of matches on a grid, as they are, some of which are wrong, and some not believed."""
+    generator = torch.Generator().manual_seed(count)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator).cuda()
+
+    grid = torch.cartesian_prod(torch.arange(80.0), torch.arange(70.0))[
+        torch.randperm(5600, generator=generator)[:count]
+    ]
+    points0 = 8 * grid.cuda() + 3.5
+    wrong, believed = random(count, 1) < 0.1, random(count) < 0.8
+    believed = believed | (believed.sum() < polish.FEWEST)
+    map_there = torch.tensor([[1.2, 0.3], [-0.2, 0.9]], device="cuda")
+    points1 = points0 @ map_there.mT + random(count, 2) + 50 * wrong * random(count, 2)
+    # What is added for a number that is seen often: far away, and not believed.
+    points0, points1 = (F.pad(x, (0, 0, 0, 40), value=v) for x, v in ((points0, -1e6), (points1, 0.0)))
+    believed = F.pad(believed, (0, 40))
+
+    def all_of_them() -> list[torch.Tensor]:
+        with torch.inference_mode():
+            rounds = [polish.neighbourhoods(points0, points1, n, believed) for n in (0, 2)]
+        return [x[:count] for told in rounds for x in told]
+
+    assert kernels.finds_nearest(points0)
+    fused = all_of_them()
+    monkeypatch.setattr(polish, "finds_nearest", lambda x: False)
+    for one, other in zip(fused, all_of_them(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

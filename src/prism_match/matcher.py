@@ -219,11 +219,13 @@ class PairMatcher:
     @torch.inference_mode()
     def extract_prepared(self, prepared: Sequence[Prepared]) -> list[ImageFeatures]:
         results: dict[int, ImageFeatures] = {}
+        # The first thing that a GPU gets: what comes after other work is waited for.
+        images = [p.to(self.device) for p in prepared]
         for group in group_by(list(enumerate(prepared)), lambda x: x[1].gray.shape):
             at_once = self.images_at_once(group[0][1].gray.size)
             for start in range(0, len(group), at_once):
                 some = group[start : start + at_once]
-                each = [p.to(self.device) for _, p in some]
+                each = [images[n] for n, _ in some]
                 gray = each[0][None] if len(each) == 1 else torch.stack(each)
                 for (n, p), f, image in zip(some, self._extract(gray), gray, strict=True):
                     results[n] = ImageFeatures(p, f)
@@ -346,17 +348,16 @@ class PairMatcher:
         a, b = (image.prepared for image in found.pair)
         # In one piece: each way from a device to the host is waited for.
         columns = (found.at0, found.at1, found.confidence, *(found.signs or ()))
-        table = torch.column_stack(columns).cpu().numpy()
+        order = found.confidence.argsort(descending=True, stable=True)
+        table = torch.column_stack(columns)[order].cpu().numpy()
         points0, points1 = a.to_original(table[:, :2]), b.to_original(table[:, 2:4])
-        scores, *told = table.T[4:]
-        order = np.argsort(-scores, kind="stable")
-        order = order[(is_inside(points0, a.size) & is_inside(points1, b.size))[order]]
+        inside = is_inside(points0, a.size) & is_inside(points1, b.size)
+        scores, *told = (column[inside] for column in table.T[4:])
         certainty = sigma = None
         if self.calibration is not None and found.signs is not None:
-            signs = b.signs(scores, *told)
-            certainty, sigma = (x[order] for x in self.calibration.matches(signs))
+            certainty, sigma = self.calibration.matches(b.signs(scores, *told))
         return Matches(
-            points0[order], points1[order], scores[order],
+            points0[inside], points1[inside], scores,
             a.size, b.size, a.name, b.name,
             found.details() if details else None,
             (a.in_memory, b.in_memory), certainty, sigma,
@@ -633,7 +634,8 @@ def resized(image: Image, width: int, height: int) -> np.ndarray:
 
 def is_inside(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """n, bool: on the area of a pixel of the image."""
-    return np.all((points >= -0.5) & (points <= np.array(size) - 0.5), axis=1)
+    x, y = points.T
+    return (x >= -0.5) & (x <= size[0] - 0.5) & (y >= -0.5) & (y <= size[1] - 0.5)
 
 
 def check_options(

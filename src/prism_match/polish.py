@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prism_match.model.kernels import finds_nearest, triton_kernels
+
 RADIUS = 7  # of the window, in pixels
 WINDOW_STD = 4.2  # pixels: of the weights that make the middle of the window count most
 BLUR_STD = 0.5  # pixels: of the images, so that their gradients are good for a step of half a pixel
@@ -28,8 +30,10 @@ FEWEST = NEIGHBOURS + 1
 # others there are.
 HANDICAP = (0.0017, 0.00103)
 MISFIT = 2.0  # pixels by which a neighbour that counts half does not fit
+# What no photo could have: neighbours that do not fit by this share of their distance, and an area that
+# becomes so many times as large or as small.
+UNFIT, TURNED = 0.2, 16.0
 AT_ONCE = 2048  # matches
-DISTANCES = 2**25  # between matches, that a GPU holds at a time: the fewer pieces, the less it is asked for
 
 
 @torch.inference_mode()
@@ -92,17 +96,22 @@ def neighbourhoods(
         same = torch.eye(2, device=points0.device, dtype=points0.dtype).expand(len(points0), 2, 2)
         unknown = torch.full_like(points0[:, 0], torch.inf)
         return same, unknown, unknown
-    at_once = max(AT_ONCE, DISTANCES // len(points0)) if points0.is_cuda else AT_ONCE
-    nearest, behind = [], handicap(points0)
-    for part in torch.arange(len(points0), device=points0.device).split(at_once):
+    behind = handicap(points0)
+    if points0.dtype == torch.float32 and not torch.is_grad_enabled() and finds_nearest(points0):
+        if believed is not None:
+            behind = behind.masked_fill(~believed, torch.inf)
+        near = triton_kernels.nearest(points0, behind, NEIGHBOURS)
+        return triton_kernels.fitted(points0, points1, near, rounds, MISFIT, UNFIT, TURNED)
+    rows = []
+    for part in torch.arange(len(points0), device=points0.device).split(AT_ONCE):
         distance = squared_distances(points0[part], points0).sqrt_().add_(behind)
         if believed is not None:
             distance.masked_fill_(~believed, torch.inf)
         distance.scatter_(1, part[:, None], -torch.inf)  # each is its own nearest, believed or not
-        nearest.append(distance.topk(NEIGHBOURS + 1, dim=1, largest=False).indices[:, 1:])
-    near = torch.cat(nearest)
-    d0, d1 = (p[near] - p[:, None] for p in (points0, points1))  # n k 2
-    return *fitted_affine(d0, d1, rounds), d0.norm(dim=2).mean(1)
+        near = distance.topk(NEIGHBOURS + 1, dim=1, largest=False).indices[:, 1:]
+        d0, d1 = (p[near] - p[part, None] for p in (points0, points1))  # m k 2
+        rows.append((*fitted_affine(d0, d1, rounds), d0.norm(dim=2).mean(1)))
+    return tuple(torch.cat(x) for x in zip(*rows, strict=True))  # type: ignore[return-value]
 
 
 def squared_distances(points: Tensor, others: Tensor) -> Tensor:
@@ -130,7 +139,7 @@ def fitted_affine(d0: Tensor, d1: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
             weight = 1 / (1 + (rest / MISFIT).square())
     error = (rest * weight).sum(1) / weight.sum(1)
     turned = affine[:, 0, 0] * affine[:, 1, 1] - affine[:, 0, 1] * affine[:, 1, 0]
-    sound = (error < 0.2 * d0.norm(dim=2).mean(1)) & (turned > 1 / 16) & (turned < 16)
+    sound = (error < UNFIT * d0.norm(dim=2).mean(1)) & (turned > 1 / TURNED) & (turned < TURNED)
     same = torch.eye(2, device=d0.device, dtype=d0.dtype)
     return torch.where(sound[:, None, None], affine, same), torch.where(sound, error, torch.inf)
 

@@ -39,7 +39,7 @@ ROUNDS = 2
 # Rounds of polishing: the first time matches may be off by pixels, at each larger size by less than one.
 FIRST_ROUNDS, MORE_ROUNDS = 3, 2
 CHANNELS = 10  # that `comparison` makes of two windows
-AT_ONCE = 4096  # matches
+AT_ONCE = 8192  # matches
 AT_ONCE_ON_CPU = 128  # so that what lies between two layers stays in its caches
 
 
@@ -197,7 +197,9 @@ def halved(levels: int, gray: Tensor) -> tuple[Tensor]:
     for _ in range(levels - 1):
         high, wide = maps[-1].shape[1:]
         even = F.pad(maps[-1][:, None].float(), (0, wide % 2, 0, high % 2), mode="replicate")
-        half = F.avg_pool2d(even, 2)[:, 0]
+        # The same as `F.avg_pool2d`, and on a CPU in less than half of the time.
+        a, b, c, d = (even[:, 0, y::2, x::2] for y in (0, 1) for x in (0, 1))
+        half = (a + b + c + d) / 4
         maps.append(half if gray.is_floating_point() else half.round().to(gray.dtype))
     return (torch.cat([m.flatten(1) for m in maps], dim=1),)
 

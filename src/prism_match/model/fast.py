@@ -37,6 +37,7 @@ from prism_match.model.kernels import (
     attends_segments,
     best_partners,
     convolve,
+    convolve_to,
     feed_forward,
     finds_partners,
     in_pieces,
@@ -463,7 +464,7 @@ class ExactStem(nn.Module):
         self.conv, self.dtype = conv, dtype
 
     def forward(self, image: Tensor) -> Tensor:
-        return self.conv(image).to(self.dtype)
+        return convolve_to(self.dtype, image, self.conv)
 
 
 class FusedBlock(nn.Module):

@@ -159,6 +159,14 @@ def convolve(
     return F.leaky_relu(y, slope, in_place) if slope else F.relu(y, in_place)
 
 
+def convolve_to(dtype: torch.dtype, x: Tensor, conv: nn.Conv2d) -> Tensor:
+    """The convolution of x in its own precision, the result in another."""
+    if not torch.is_grad_enabled() and has_kernels(x):
+        y = F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
+        return triton_kernels.activate(y, conv.bias, slope=1.0, dtype=dtype)  # type: ignore[arg-type]
+    return conv(x).to(dtype)
+
+
 def feed_forward(layers: nn.Sequential, x: Tensor) -> Tensor:
     """`attention.feed_forward` of x (... c)."""
     widen, norm, _, narrow = layers
@@ -227,6 +235,11 @@ def best_partners(
     term = bonus - s.logsumexp(1)
     best, arg = (2 * s + term[:, None] + term).masked_fill(~matched, -torch.inf).max(dim=1)
     return best, torch.where(best > -torch.inf, arg, 0)
+
+
+def finds_nearest(points: Tensor) -> bool:
+    """Whether there are `triton_kernels.nearest` and `triton_kernels.fitted` for them."""
+    return has_kernels(points) and len(points) <= triton_kernels.MOST_POINTS
 
 
 def attends_segments(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
