@@ -429,7 +429,7 @@ def many(
 def split(
     matcher: Matcher, images: Sequence[np.ndarray], pair: tuple[Path, Path], repeats: int
 ) -> StageTimes:
-    matcher.match(*pair)
+    warm_up(lambda: matcher.match(*pair), matcher.device)
     total = 0.0
     with Stopwatch(matcher.device) as watch:
         for _ in range(repeats):

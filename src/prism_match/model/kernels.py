@@ -87,6 +87,11 @@ def failed_trials(device: torch.device) -> list[str]:
             best_partners,
             (draw(330, 32).half(), draw(330), torch.tensor([70, 70, 150, 320]), 170, 0.5),
         ),
+        (
+            "nearest",
+            lambda points, behind, count: apart(points).add(behind).topk(count, largest=False).indices,
+            (draw(60, 2), draw(60).abs(), 5),
+        ),
     ]
     wrong = []
     for name, plain, arguments in trials:
@@ -97,6 +102,11 @@ def failed_trials(device: torch.device) -> list[str]:
         if not all(torch.allclose(a.float(), b.cpu().float(), rtol=0.01, atol=0.02) for a, b in pairs):
             wrong.append(name)
     return wrong
+
+
+def apart(points: Tensor) -> Tensor:
+    """n n: how far points (n 2) are from each other, and infinitely from themselves."""
+    return (points[:, None] - points).norm(dim=2).fill_diagonal_(torch.inf)
 
 
 def attended_in_fp32(
