@@ -16,7 +16,8 @@ from torch import Tensor
 
 from prism_match.errors import UserError
 from prism_match.images import ImageLike
-from prism_match.polish import FEWEST, MISFIT, NEIGHBOURS, squared_distances
+from prism_match.model.kernels import squared_distances
+from prism_match.polish import FEWEST, MISFIT, NEIGHBOURS
 from prism_match.stages import stage
 from prism_match.subpixel import halvings, sharpen
 

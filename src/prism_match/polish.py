@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prism_match.model.kernels import finds_nearest, triton_kernels
+from prism_match.model.kernels import has_kernels, nearest, triton_kernels
 
 RADIUS = 7  # of the window, in pixels
 WINDOW_STD = 4.2  # pixels: of the weights that make the middle of the window count most
@@ -97,28 +97,13 @@ def neighbourhoods(
         unknown = torch.full_like(points0[:, 0], torch.inf)
         return same, unknown, unknown
     behind = handicap(points0)
-    if points0.dtype == torch.float32 and not torch.is_grad_enabled() and finds_nearest(points0):
-        if believed is not None:
-            behind = behind.masked_fill(~believed, torch.inf)
-        near = triton_kernels.nearest(points0, behind, NEIGHBOURS)
+    if believed is not None:
+        behind = behind.masked_fill(~believed, torch.inf)
+    near = nearest(points0, behind, NEIGHBOURS)
+    if points0.dtype == torch.float32 and not torch.is_grad_enabled() and has_kernels(points0):
         return triton_kernels.fitted(points0, points1, near, rounds, MISFIT, UNFIT, TURNED)
-    rows = []
-    for part in torch.arange(len(points0), device=points0.device).split(AT_ONCE):
-        distance = squared_distances(points0[part], points0).sqrt_().add_(behind)
-        if believed is not None:
-            distance.masked_fill_(~believed, torch.inf)
-        distance.scatter_(1, part[:, None], -torch.inf)  # each is its own nearest, believed or not
-        near = distance.topk(NEIGHBOURS + 1, dim=1, largest=False).indices[:, 1:]
-        d0, d1 = (p[near] - p[part, None] for p in (points0, points1))  # m k 2
-        rows.append((*fitted_affine(d0, d1, rounds), d0.norm(dim=2).mean(1)))
-    return tuple(torch.cat(x) for x in zip(*rows, strict=True))  # type: ignore[return-value]
-
-
-def squared_distances(points: Tensor, others: Tensor) -> Tensor:
-    """n m: between n 2 and m 2. Not by `torch.cdist`: its product of matrices is off by pixels where
-    coordinates are large, and by tens of them in TF32; its other way takes a GPU a block of threads each."""
-    x, y = (a[:, None] - b for a, b in zip(points.unbind(1), others.unbind(1), strict=True))
-    return x.square_().addcmul_(y, y)
+    d0, d1 = (p[near] - p[:, None] for p in (points0, points1))  # n k 2
+    return *fitted_affine(d0, d1, rounds), d0.norm(dim=2).mean(1)
 
 
 def handicap(points: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ SCORES, MOST_ROWS = 2**23, 1024  # of `attend_by_rows` at a time
 ANEW = 4  # times fewer where they take new memory each time, which the system clears first
 LARGE_PIECE, PIECE, PIECE_STEP = 2048, 512, 64  # rows of `in_pieces`; what is left has a multiple of 64
 ROW_STEP = 256  # the same of `attend_by_rows`, unless there are no more than this
+POINTS_AT_ONCE = 2048  # whose distances to all others are held
 
 
 def is_power_of_two(n: int) -> bool:
@@ -87,11 +88,7 @@ def failed_trials(device: torch.device) -> list[str]:
             best_partners,
             (draw(330, 32).half(), draw(330), torch.tensor([70, 70, 150, 320]), 170, 0.5),
         ),
-        (
-            "nearest",
-            lambda points, behind, count: apart(points).add(behind).topk(count, largest=False).indices,
-            (draw(60, 2), draw(60).abs(), 5),
-        ),
+        ("nearest", nearest, (draw(60, 2), draw(60).abs(), 5)),
     ]
     wrong = []
     for name, plain, arguments in trials:
@@ -102,11 +99,6 @@ def failed_trials(device: torch.device) -> list[str]:
         if not all(torch.allclose(a.float(), b.cpu().float(), rtol=0.01, atol=0.02) for a, b in pairs):
             wrong.append(name)
     return wrong
-
-
-def apart(points: Tensor) -> Tensor:
-    """n n: how far points (n 2) are from each other, and infinitely from themselves."""
-    return (points[:, None] - points).norm(dim=2).fill_diagonal_(torch.inf)
 
 
 def attended_in_fp32(
@@ -247,9 +239,24 @@ def best_partners(
     return best, torch.where(best > -torch.inf, arg, 0)
 
 
-def finds_nearest(points: Tensor) -> bool:
-    """Whether there are `triton_kernels.nearest` and `triton_kernels.fitted` for them."""
-    return has_kernels(points) and len(points) <= triton_kernels.MOST_POINTS
+def nearest(points: Tensor, behind: Tensor, count: int) -> Tensor:
+    """n count: the other points (n 2) that are nearest to each, where `behind` (n) is added to the distance
+    of each as a neighbour."""
+    if points.dtype == torch.float32 and has_kernels(points) and len(points) <= triton_kernels.MOST_POINTS:
+        return triton_kernels.nearest(points, behind, count)
+    found = []
+    for part in torch.arange(len(points), device=points.device).split(POINTS_AT_ONCE):
+        distance = squared_distances(points[part], points).sqrt_().add_(behind)
+        distance.scatter_(1, part[:, None], torch.inf)
+        found.append(distance.topk(count, dim=1, largest=False).indices)
+    return torch.cat(found)
+
+
+def squared_distances(points: Tensor, others: Tensor) -> Tensor:
+    """n m: between n 2 and m 2. Not by `torch.cdist`: its product of matrices is off by pixels where
+    coordinates are large, and by tens of them in TF32; its other way takes a GPU a block of threads each."""
+    x, y = (a[:, None] - b for a, b in zip(points.unbind(1), others.unbind(1), strict=True))
+    return x.square_().addcmul_(y, y)
 
 
 def attends_segments(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
