@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from pairs_for_tests import ShiftedTextures
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from prism_match.config import PRESETS as MODELS
 from prism_match.errors import UserError
@@ -32,6 +33,7 @@ from prism_match.training.checkpoint import (
 )
 from prism_match.training.config import PRESETS, Phase, TrainConfig, load_train_config
 from prism_match.training.feed import Mixer, Weighted, concatenate, recording, shares
+from prism_match.training.moments import MEAN, SQUARE, packed, unpacked
 from prism_match.training.trainer import Trainer, learning_rate
 from prism_match.weights.store import export_weights
 
@@ -165,6 +167,78 @@ def test_without_the_optimizer_a_run_still_resumes(tmp_path):
     again.resume()
     again.fit()
     assert again.step == 4
+
+
+@pytest.mark.parametrize("name", [MEAN, SQUARE])
+def test_bytes_hold_a_moment_to_a_twentieth(name):
+    generator = torch.Generator().manual_seed(0)
+    octaves = 18 * torch.rand(40, 50, generator=generator)
+    moment = 3e-4 * torch.exp2(-octaves) * (2 * (torch.rand(40, 50, generator=generator) < 0.5) - 1)
+    moment[0, :5] = 0
+    moment = moment if name == MEAN else moment.square()
+    tensors = packed(name, moment)
+    assert tensors[name].dtype == torch.uint8
+    again = unpacked(name, tensors)
+    torch.testing.assert_close(again[1:], moment[1:], rtol=0.06, atol=0.0)
+    if name == MEAN:
+        assert (again[0, :5] == 0).all()
+    else:  # a step is divided by its root
+        assert (again > 0).all() and again.min() <= moment[1:].min()
+    nothing = unpacked(name, packed(name, torch.zeros(3)))
+    assert nothing.abs().max() < 1e-30
+
+
+def test_with_moments_in_bytes_a_run_goes_on_nearly_as_it_would(tmp_path):
+    trainer(tmp_path / "exact", steps=20).fit()
+    shutil.copytree(tmp_path / "exact", tmp_path / "bytes")
+    shutil.copytree(tmp_path / "exact", tmp_path / "none")
+    for folder, changes in (("bytes", {"moment_bits": 8}), ("none", {"save_optimizer": False})):
+        run = trainer(tmp_path / folder, steps=20)
+        run.resume()
+        step = next((tmp_path / folder).glob("step-*"))
+        run.config = run.config.replace(**changes)
+        shutil.rmtree(step)
+        run.save()
+    sizes = {
+        k: sum(x.nbytes for name, x in tensors_of(tmp_path / k).items() if name.startswith("optimizer."))
+        for k in ("exact", "bytes", "none")
+    }
+    assert 0 < sizes["bytes"] < 0.3 * sizes["exact"] and sizes["none"] == 0
+
+    def moved(folder):
+        run = trainer(tmp_path / folder, steps=21)
+        run.resume()
+        before = torch.cat([p.detach().flatten().clone() for p in run.model.parameters()])
+        run.update([run.mixer.make(20, 0, 2, 64)])
+        return torch.cat([p.detach().flatten() for p in run.model.parameters()]) - before
+
+    exact, by_bytes, none = (moved(folder) for folder in ("exact", "bytes", "none"))
+    assert (by_bytes - exact).norm() < 0.1 * exact.norm() < 0.1 * (none - exact).norm() * 3
+
+
+def test_a_run_begins_with_the_moments_of_another(tmp_path):
+    trainer(tmp_path / "a", steps=3, moment_bits=8).fit()
+    other = trainer(tmp_path / "b", steps=2)
+    other.start_from(tmp_path / "a")
+    named = dict(other.model.named_parameters())
+    assert other.step == 0 and len(other.optimizer.state) == len(named)
+    assert all(int(other.optimizer.state[p]["step"]) == 3 for p in named.values())
+    other.fit()
+    alone = trainer(tmp_path / "c", steps=2)
+    alone.start_from(tmp_path / "a" / "weights.safetensors")
+    assert not alone.optimizer.state
+
+
+def test_moments_that_are_cut_short_are_told(tmp_path):
+    trainer(tmp_path, steps=2, moment_bits=8).fit()
+    file = next(tmp_path.glob("step-*/*.safetensors"))
+    tensors = load_file(file)
+    gone = next(k for k in tensors if k.endswith("exp_avg_sq.largest"))
+    save_file({k: v for k, v in tensors.items() if k != gone}, file)
+    with pytest.raises(UserError, match="damaged checkpoint: the moments of"):
+        trainer(tmp_path, steps=4).resume()
+    with pytest.raises(UserError, match="moment_bits must be 8 or 32, not 16"):
+        TINY.replace(moment_bits=16)
 
 
 def test_weights_of_a_run_start_another(tmp_path):

@@ -63,6 +63,7 @@ class TrainConfig:
     validate_minutes: float = 10.0
     shard_mib: float | None = None
     save_optimizer: bool = True
+    moment_bits: int = 32  # of the optimizer's moments in checkpoints, or 8, which is a quarter of that
 
     def __post_init__(self) -> None:
         starts = [p.start for p in self.phases]
@@ -74,6 +75,8 @@ class TrainConfig:
                     raise UserError(f"size must be a multiple of 32, not {side}")
             if phase.batch < 1:
                 raise UserError(f"batch must be at least 1, not {phase.batch}")
+        if self.moment_bits not in (8, 32):
+            raise UserError(f"moment_bits must be 8 or 32, not {self.moment_bits}")
         for name in ("lr", "clip", "accumulate", "log_every", "steps", "minutes"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:

@@ -36,6 +36,7 @@ from prism_match.training.config import TrainConfig
 from prism_match.training.difficulty import Difficulty
 from prism_match.training.distributed import join_processes
 from prism_match.training.feed import Feed, Mixer, Weighted, recording
+from prism_match.training.moments import MEAN, PARTS, SQUARE, packed, unpacked
 from prism_match.training.pairs import PairBatch, shape_of
 from prism_match.training.samples import draw_predictions
 from prism_match.training.step import METRICS, TrainingStep, Work
@@ -312,9 +313,7 @@ class Trainer:
         if self.difficulty is not None:
             tensors |= {f"difficulty.{k}": v for k, v in self.difficulty.state().items()}
         if self.config.save_optimizer:
-            for name, p in self.model.named_parameters():
-                for key, value in self.optimizer.state.get(p, {}).items():
-                    tensors[f"optimizer.{name}.{key}"] = value
+            tensors |= {f"optimizer.{k}": v for k, v in self._moments().items()}
         state = {
             "step": self.step, "pairs": self.pairs, "elapsed": self.elapsed, "skipped": int(self.skipped),
             "model": self.config.model.to_dict(), "training": self.config.to_dict(),
@@ -332,14 +331,7 @@ class Trainer:
         check_architecture(where, checkpoint.state["model"], self.config.model)
         self.model.load_state_dict(checkpoint.group("model"))
         self.average.load_state_dict(checkpoint.group("ema"))
-        moments = checkpoint.group("optimizer")
-        for name, p in self.model.named_parameters():
-            if f"{name}.step" in moments:
-                self.optimizer.state[p] = {
-                    "step": moments[f"{name}.step"].to(self.device),
-                    "exp_avg": torch.zeros_like(p).copy_(moments[f"{name}.exp_avg"]),
-                    "exp_avg_sq": torch.zeros_like(p).copy_(moments[f"{name}.exp_avg_sq"]),
-                }
+        self._load_moments(where, checkpoint)
         if self.difficulty is not None:
             self.difficulty.load(checkpoint.group("difficulty"))
         state = checkpoint.state
@@ -348,11 +340,36 @@ class Trainer:
         self.last = {"pairs": self.pairs, "seconds": self.elapsed}
 
     def start_from(self, path: str | Path) -> None:
-        """Weights of another run to begin with; the schedule begins anew."""
+        """Weights of another run to begin with, and its optimizer's moments where `path` is its folder; the
+        schedule begins anew."""
         weights, config = load_weights(path)
         check_architecture(Path(path), config, self.config.model)
         self.model.load_state_dict(weights)
         self.average.load_state_dict(weights)
+        if Path(path).is_dir():
+            self._load_moments(Path(path), load_checkpoint(Path(path)))
+
+    def _moments(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for name, p in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(p, {}).items():
+                small = self.config.moment_bits == 8 and key in (MEAN, SQUARE)
+                parts = packed(key, value) if small else {key: value}
+                tensors |= {f"{name}.{part}": x for part, x in parts.items()}
+        return tensors
+
+    def _load_moments(self, where: Path, checkpoint: Checkpoint) -> None:
+        """What `_moments` gave, of those parameters that it had."""
+        tensors = checkpoint.group("optimizer")
+        for name, p in self.model.named_parameters():
+            if f"{name}.step" not in tensors:
+                continue
+            own = {k: tensors[f"{name}.{k}"] for k in PARTS if f"{name}.{k}" in tensors}
+            try:
+                moments = {key: torch.zeros_like(p).copy_(unpacked(key, own)) for key in (MEAN, SQUARE)}
+            except (KeyError, RuntimeError) as error:
+                raise UserError(f"{where}: damaged checkpoint: the moments of {name}") from error
+            self.optimizer.state[p] = {"step": tensors[f"{name}.step"].to(self.device), **moments}
 
     def export(self) -> list[Path]:
         """The averaged weights in 16 bit, with the model's settings and a summary of the run."""
