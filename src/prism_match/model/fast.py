@@ -192,16 +192,11 @@ class FastPRISM:
             self.refinement.cut(fine, place, shape)
             for fine, place, shape in zip((a.fine, b.fine), places, layout.shapes, strict=True)
         ]
+        pieces = zip(*(x.split(REFINED_AT_ONCE) for x in (cells.mT, *windows, *places)), strict=True)
+        name, located = ("refinement", layout.shapes), partial(self.located, layout)
         parts = [
-            self.recorder(
-                ("refinement", layout.shapes), partial(self.located, layout), *w, table[of.flatten()], *p
-            )
-            for w, of, p in zip(
-                zip(*(x.split(REFINED_AT_ONCE) for x in windows), strict=True),
-                cells.split(REFINED_AT_ONCE, dim=1),
-                zip(*(x.split(REFINED_AT_ONCE) for x in places), strict=True),
-                strict=True,
-            )
+            self.recorder(name, located, window0, window1, table[piece.mT.flatten()], *of_piece)
+            for piece, window0, window1, *of_piece in pieces
         ]
         return tuple(torch.cat(x)[:count] for x in zip(*parts, strict=True))
 

@@ -49,6 +49,10 @@ class Checkpoint:
         """The tensors whose names begin with `prefix` and a dot, without it."""
         return {k[len(prefix) + 1 :]: v for k, v in self.tensors.items() if k.startswith(f"{prefix}.")}
 
+    def weights(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The averaged weights and the model's settings."""
+        return self.group("ema"), self.state["model"]
+
 
 def save_checkpoint(run: Path, step: int, checkpoint: Checkpoint, shard_mib: float | None = None) -> Path:
     """Writes `run/step-...` and removes the ones before it. A UserError leaves those as they were."""
@@ -123,8 +127,7 @@ def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
     the folder of a run (its averaged weights)."""
     path = locate(source)
     if path.is_dir():
-        checkpoint = load_checkpoint(path)
-        return checkpoint.group("ema"), checkpoint.state["model"]
+        return load_checkpoint(path).weights()
     weights, header = read_weights(path)
     if not isinstance(header["config"], dict):
         raise UserError(f"{path}: its settings are not those of a PRISM model")

@@ -342,12 +342,14 @@ class Trainer:
     def start_from(self, path: str | Path) -> None:
         """Weights of another run to begin with, and its optimizer's moments where `path` is its folder; the
         schedule begins anew."""
-        weights, config = load_weights(path)
-        check_architecture(Path(path), config, self.config.model)
+        where = Path(path)
+        checkpoint = load_checkpoint(where) if where.is_dir() else None
+        weights, config = load_weights(path) if checkpoint is None else checkpoint.weights()
+        check_architecture(where, config, self.config.model)
         self.model.load_state_dict(weights)
         self.average.load_state_dict(weights)
-        if Path(path).is_dir():
-            self._load_moments(Path(path), load_checkpoint(Path(path)))
+        if checkpoint is not None:
+            self._load_moments(where, checkpoint)
 
     def _moments(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
