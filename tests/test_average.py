@@ -44,11 +44,17 @@ def test_what_has_no_mean_is_told_and_nothing_written(tmp_path: Path) -> None:
     torch.manual_seed(0)
     wider = PRESETS["tiny"].replace(fine_dim=32)
     export_weights(other, PRISM(wider).state_dict(), wider, {})
+    broken = tmp_path / "broken.safetensors"
+    state = PRISM(PRESETS["tiny"]).state_dict()
+    export_weights(
+        broken, {k: v * torch.nan if v.dim() > 1 else v for k, v in state.items()}, PRESETS["tiny"], {}
+    )
     for words, told in (
         ((one, other, "-o", out), "fine_dim is 32 there and 16 here"),
         ((one, "-o", out), "at least two"),
         ((one, tmp_path / "nothing.safetensors", "-o", out), "no such weights"),
         ((one, one, "-o", tmp_path / "out.pt"), "must end in .safetensors"),
+        ((one, broken, "-o", out), "not finite"),
     ):
         code, text = run(*words)
         assert code != 0 and told in text

@@ -20,6 +20,7 @@ from prism_match.engine import Matcher
 from prism_match.errors import UserError
 from prism_match.evaluation import peers, speed
 from prism_match.evaluation.speed import OURS, Row, SpeedOptions, measure
+from prism_match.images import write_png
 from prism_match.stages import stage
 
 TINY = SpeedOptions(sizes=(64, 96), device="cpu", repeats=2, batch=1, config=PRESETS["tiny"])
@@ -236,6 +237,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         (["a.jpg"], "a second photo is needed"),
         (["a.jpg", "b.jpg"], "a.jpg: no such file"),
         (["--weights", "nowhere.safetensors"], "nowhere.safetensors"),
+        (["long.png", "long.png", "--sizes", "64,640"], "at 64 pixels a photo is 64x20"),
     ],
 )
 def test_mistakes_get_one_line(
@@ -243,6 +245,7 @@ def test_mistakes_get_one_line(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
+    write_png("long.png", np.zeros((100, 320), np.uint8))
     assert bench(monkeypatch, *words) == 2
     error = capsys.readouterr().err
     assert said in error and error.startswith("prism: ") and error.count("\n") == 1

@@ -461,6 +461,28 @@ def test_what_is_recorded_is_forgotten_beyond_a_limit(monkeypatch: pytest.Monkey
     assert recorder.held == 0 and not recorder.recordings
 
 
+class Failing(Recorder):
+    """As on a GPU that cannot record."""
+
+    error: Exception
+
+    def record(self, recording: Recording, work: Any, inputs: tuple[Tensor, ...]) -> None:
+        self.buffer("in", 0, inputs[0])
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("no room"), RuntimeError("not supported")])
+def test_what_cannot_be_recorded_leaves_nothing_behind(error: Exception) -> None:
+    recorder = Failing(pool="shared", pooled=100)
+    recorder.error = error
+    recorder.recordings["other"] = Recording(graph=object())  # type: ignore[arg-type]
+    recorder.try_to_record(Recording(), lambda x: (x,), (torch.zeros(3),))
+    assert not recorder.recordings and not recorder.buffers and recorder.pool is None
+    # A lack of memory may pass; what the driver cannot do it never can.
+    transient = isinstance(error, torch.cuda.OutOfMemoryError)
+    assert recorder.enabled == transient and recorder.patience == (2 * PATIENCE if transient else PATIENCE)
+
+
 def test_what_recordings_share_is_bounded_and_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 8000))
     recorder = Recorder(pool="shared")

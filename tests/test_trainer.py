@@ -170,7 +170,7 @@ def test_without_the_optimizer_a_run_still_resumes(tmp_path):
 
 
 @pytest.mark.parametrize("name", [MEAN, SQUARE])
-def test_bytes_hold_a_moment_to_a_twentieth(name):
+def test_bytes_hold_a_moment_to_six_percent(name):
     generator = torch.Generator().manual_seed(0)
     octaves = 18 * torch.rand(40, 50, generator=generator)
     moment = 3e-4 * torch.exp2(-octaves) * (2 * (torch.rand(40, 50, generator=generator) < 0.5) - 1)
@@ -286,6 +286,35 @@ def test_nothing_but_bad_steps_ends_the_run_with_one_line(tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_how_often_the_metrics_are_read_does_not_decide_when_bad_steps_are_too_many(tmp_path):
+    class TwiceNothing(ShiftedTextures):
+        def sample(self, *args):
+            batch = super().sample(*args)
+            return replace(batch, image0=batch.image0 * torch.nan) if 2 <= self.calls <= 3 else batch
+
+    last = trainer(tmp_path, TwiceNothing(), steps=5, log_every=1).fit()
+    assert last["step"] == 5 and last["skipped_steps"] == 2
+
+
+def test_what_fails_at_once_is_no_run(tmp_path):
+    with pytest.raises(UserError, match="in a row failed"):
+        trainer(tmp_path, ShiftedTextures(break_at=tuple(range(1000))), steps=5).fit()
+    assert not checkpoints(tmp_path) and not (tmp_path / "weights.safetensors").exists()
+
+
+def test_what_another_run_has_left_meanwhile_is_not_lost(tmp_path):
+    """Two processes begin at once, in one folder; one has ended when the other has read its data."""
+    first, second = (trainer(tmp_path, steps=steps) for steps in (3, 2))
+    first.fit()
+    before = tensors_of(tmp_path)
+    with pytest.raises(UserError, match="another run has ended here meanwhile"):
+        second.fit()
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-00000003"]
+    assert all(torch.equal(v, before[k]) for k, v in tensors_of(tmp_path).items())
+    first.config = first.config.replace(steps=4)
+    assert first.fit()["step"] == 4  # one's own are no hindrance
+
+
 def test_a_broken_sample_is_named_and_skipped(tmp_path, caplog):
     run = trainer(tmp_path, ShiftedTextures(break_at=(2, 3)), steps=4)
     assert run.fit()["skipped_samples"] == 2
@@ -357,6 +386,18 @@ def test_what_a_full_disk_has_room_for_is_saved(tmp_path, monkeypatch):
     assert all(torch.allclose(weights[k].float(), v.float(), atol=1e-2) for k, v in last.items())
 
 
+def test_a_disk_without_room_for_anything_is_told_in_full(tmp_path, monkeypatch, caplog):
+    def no_room(path, *args):
+        raise UserError(f"{path.name}: no space left")
+
+    monkeypatch.setattr("prism_match.training.trainer.save_checkpoint", no_room)
+    monkeypatch.setattr("prism_match.training.trainer.export_weights", no_room)
+    run = trainer(tmp_path / "run", steps=1)
+    with pytest.raises(UserError, match="run: no space left"):
+        run.save()
+    assert "weights.safetensors: no space left" in caplog.text
+
+
 def test_a_checkpoint_of_another_architecture_is_refused(tmp_path):
     trainer(tmp_path, steps=1).fit()
     other = trainer(tmp_path / "other", steps=1, model=MODELS["tiny"].replace(layers=3, position="absolute"))
@@ -407,6 +448,63 @@ def test_shards_are_small_and_come_back_the_same(tmp_path):
     assert back.group("ema")["5"].shape == (100, 100)
 
 
+def test_a_checkpoint_without_one_of_its_files_is_told(tmp_path):
+    trainer(tmp_path, steps=1, shard_mib=0.75).fit()
+    for file in sorted(checkpoints(tmp_path)[0].glob("*.safetensors")):
+        aside = file.rename(tmp_path / "aside")
+        with pytest.raises(UserError, match=r"damaged checkpoint \(\d+ of \d+ files are there\)"):
+            load_checkpoint(tmp_path)
+        aside.rename(file)
+    assert "files" not in load_checkpoint(tmp_path).state
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_anew(tmp_path, monkeypatch):
+    run = trainer(tmp_path, steps=2)
+    run.fit()
+    original = checkpoint_module.load_file
+
+    def late(file):
+        monkeypatch.setattr(checkpoint_module, "load_file", original)
+        run.config = run.config.replace(steps=3)
+        run.fit()
+        return original(file)
+
+    monkeypatch.setattr(checkpoint_module, "load_file", late)
+    assert load_checkpoint(tmp_path).state["step"] == 3
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected", "of another shape"])
+def test_weights_that_do_not_fit_begin_no_run(tmp_path, change):
+    run = trainer(tmp_path / "run", steps=1)
+    state = run.average.state_dict()
+    name = next(iter(state))
+    if change == "missing":
+        del state[name]
+    elif change == "unexpected":
+        state["more"] = torch.ones(1)
+    else:
+        state[name] = torch.ones(2)
+    export_weights(tmp_path / "w.safetensors", state, run.config.model, {})
+    with pytest.raises(UserError, match=f"do not fit the model: 1 {change}") as error:
+        run.start_from(tmp_path / "w.safetensors")
+    assert "\n" not in str(error.value)
+
+
+def test_parts_of_different_weights_are_no_weights(tmp_path):
+    """As they are left where the process that replaces them is ended."""
+    run = trainer(tmp_path / "run", steps=1)
+    path, state = tmp_path / "w.safetensors", run.average.state_dict()
+    export_weights(path, state, run.config.model, {"step": 1}, 0.3)
+    first, *_ = files = sorted(tmp_path.glob("w-*.safetensors"))
+    kept = first.read_bytes()
+    export_weights(path, {k: v + 1 for k, v in state.items()}, run.config.model, {"step": 2}, 0.3)
+    load_weights(path)
+    first.write_bytes(kept)
+    assert len(files) > 1
+    with pytest.raises(UserError, match="parts are of different weights"):
+        load_weights(path)
+
+
 @pytest.mark.parametrize("shard_mib", [None, 0.3])
 def test_exported_weights_say_what_they_are(tmp_path, shard_mib):
     run = trainer(tmp_path, steps=1)
@@ -451,6 +549,12 @@ def test_settings_come_from_a_file(tmp_path):
         ("phases = [[0.5, 64, 8]]", "begin at 0"),
         ("phases = [[0, 64]]", r"\[start, size, batch\]"),
         ("phases = 3", "phases"),
+        ("phases = [[0, 64, 2], [nan, 96, 2]]", "begin at 0"),
+        ("phases = [[0, 64.9, 2]]", "a whole number"),
+        ("phases = [[0, 64, 2.7]]", "a whole number"),
+        ("seed = 99999999999999999999", "seed must be a whole number"),
+        ("save_minutes = nan", "save_minutes must be at least 0"),
+        ("[model]\ntemperature = nan", "temperature must be positive"),
         ("[model]\nlayers = 0", "layers"),
         ("[loss]\nrefine = 0", "refine must be at least 1"),
         ("[loss]\ndepp = 1", "depp"),
@@ -544,6 +648,9 @@ def test_settings_of_a_checkpoint_that_make_no_sense_give_one_line(tmp_path):
         (["--megadepth", "{tmp}"], "prism data megadepth"),
         (["--photos", "{photos}", "--mix", "photos=x"], "--mix photos=x"),
         (["--photos", "{photos}", "--mix", "rgbd=1"], "rgbd"),
+        (["--photos", "{photos}", "--mix", "photos=inf"], "NUMBER from 0 to 1,000,000"),
+        (["--photos", "{photos}", "--seed", "-1"], "seed must be a whole number of at least 0"),
+        (["--photos", "{photos}", "--size", "64", "--batch", "0"], "batch must be at least 1"),
         (["--photos", "{photos}", "--size", "100"], "multiple of 32"),
         (["--photos", "{photos}", "--lr", "nan"], "lr must be positive"),
         (["--photos", "{photos}", "--shard-mib", "0"], "shard_mib must be at least 0.5"),

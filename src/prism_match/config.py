@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import numbers
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
@@ -93,7 +95,7 @@ class ModelConfig:
         for name in ("theta_p", "theta_c"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
-        if self.temperature <= 0:
+        if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature must be positive, not {self.temperature}")
 
     def replace(self, **changes: Any) -> ModelConfig:
@@ -143,6 +145,12 @@ def checked(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r}")
         good[name] = value
     return good
+
+
+def check_seed(seed: Any) -> None:
+    """One that every library takes."""
+    if not isinstance(seed, numbers.Integral) or not 0 <= int(seed) < 2**31:
+        raise UserError(f"seed must be a whole number of at least 0 and below 2^31, not {seed!r}")
 
 
 def load_model_config(name_or_file: str | Path) -> ModelConfig:

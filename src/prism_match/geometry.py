@@ -9,7 +9,7 @@ from typing import Any, Literal
 import cv2
 import numpy as np
 
-from prism_match.config import Backend
+from prism_match.config import Backend, check_seed
 from prism_match.errors import UserError
 
 Model = Literal["homography", "fundamental", "essential"]
@@ -68,8 +68,7 @@ def estimate(
         raise UserError(f"confidence must be above 0 and below 1, not {confidence!r}")
     if not isinstance(max_iterations, (int, np.integer)) or max_iterations < 1:
         raise UserError(f"max_iterations must be a whole number of at least 1, not {max_iterations!r}")
-    if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**31:
-        raise UserError(f"seed must be a whole number of at least 0 and below 2^31, not {seed!r}")
+    check_seed(seed)
     nothing = Estimate(model, None, np.zeros(len(points0), dtype=bool))
     if len(points0) < MINIMUM[model]:
         return nothing

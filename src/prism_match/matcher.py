@@ -201,7 +201,7 @@ class PairMatcher:
         """Those that the device is quick in, and its own, which comes first."""
         quick: list[Precision]
         if self.device.type == "cuda":
-            quick = ["bf16", "fp16", "fp32"] if torch.cuda.is_bf16_supported() else ["fp16", "fp32"]
+            quick = ["bf16", "fp16", "fp32"] if gpu_has_bf16(self.device) else ["fp16", "fp32"]
         else:
             quick = ["fp32"] if has_instructions("bf16") is False else ["fp32", "bf16"]
         own = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
@@ -287,7 +287,7 @@ class PairMatcher:
             matches = self._finish(found, details)
             if self._is_sparse(found):
                 matches = self._at_other_scales(pair, matches)
-            results.append(matches.filter(top=self.max_matches))
+            results.append(matches if self.max_matches is None else matches.filter(top=self.max_matches))
         if self.device.type == "cpu":
             give_back_holes()
         return results
@@ -706,7 +706,7 @@ def warn_of_metal() -> None:
 def find_dtype(precision: Precision, device: torch.device, backend: Runtime = "torch") -> torch.dtype:
     if precision == "auto":
         if device.type == "cuda":
-            quick = torch.cuda.is_bf16_supported()
+            quick = gpu_has_bf16(device)
         else:
             quick = device.type == "cpu" and backend != "onnx" and has_instructions("bf16") is True
         return torch.bfloat16 if quick else torch.float32
@@ -715,6 +715,12 @@ def find_dtype(precision: Precision, device: torch.device, backend: Runtime = "t
     if device.type == "cpu" and has_instructions(precision) is False:
         log.warning("this CPU has no instructions for %s: fp32 is several times as fast here", precision)
     return DTYPES[precision]
+
+
+def gpu_has_bf16(device: torch.device) -> bool:
+    """Whether this one has instructions for it, not whether it can do without."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def find_backend(

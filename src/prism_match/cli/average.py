@@ -47,6 +47,8 @@ def average(
         else tensor
         for name, tensor in first.items()
     }
+    if not all(tensor.isfinite().all() for tensor in mean.values()):
+        raise UserError(f"{out}: not written, since the mean of these weights is not finite")
     path = writable_folder(out.parent) / out.name
     export_weights(path, mean, config, {"mean_of": [Path(run).name for run in runs]})
     print(f"{path}: the mean of {len(runs)}")

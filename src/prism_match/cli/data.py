@@ -65,6 +65,7 @@ def preview(
     """Draw pairs of each source with their true matches, one picture per source."""
     import torch
 
+    from prism_match.config import check_seed
     from prism_match.files import writable_folder
     from prism_match.images import write_png
     from prism_match.matcher import find_device
@@ -76,6 +77,7 @@ def preview(
         raise UserError(f"--size must be a multiple of 32, not {size}")
     if pairs < 1:
         raise UserError(f"--pairs must be at least 1, not {pairs}")
+    check_seed(seed)
     logging.basicConfig(format="%(message)s")
     where = find_device(device)
     variety = load_train_config(preset or "quick").worlds

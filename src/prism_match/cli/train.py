@@ -58,7 +58,6 @@ def train(
     """
     from prism_match.evaluation.pose import pose_validation
     from prism_match.matcher import find_device
-    from prism_match.training.checkpoint import checkpoints
     from prism_match.training.config import load_train_config
     from prism_match.training.distributed import join_processes
     from prism_match.training.sources import SourceOptions, make_sources
@@ -87,15 +86,24 @@ def train(
     )
     if resume and init is not None:
         raise UserError("--resume and --init exclude each other")
-    if not resume and checkpoints(out):
-        raise UserError(f"{out}: holds a run already; go on with --resume, or choose another --out")
+    if not resume:
+        check_new(out)
     hook = None if validate is None else pose_validation(validate, where)
     trainer = Trainer(config, make_sources(options, where), out, where, hook)
     if resume:
         trainer.resume()
-    elif init is not None:
-        trainer.start_from(init)
+    else:
+        check_new(out)  # again: while the data was read, another run may have begun and ended
+        if init is not None:
+            trainer.start_from(init)
     trainer.fit()
+
+
+def check_new(out: Path) -> None:
+    from prism_match.training.checkpoint import checkpoints
+
+    if checkpoints(out):
+        raise UserError(f"{out}: holds a run already; go on with --resume, or choose another --out")
 
 
 def _settings_of(run: Path) -> TrainConfig:
@@ -114,4 +122,4 @@ def _phases(phases: tuple, size: int | None, batch: int | None) -> tuple:
 
     if size is None:
         return tuple(replace(p, batch=batch) for p in phases)
-    return (replace(phases[0], size=size, batch=batch or phases[0].batch),)
+    return (replace(phases[0], size=size, batch=phases[0].batch if batch is None else batch),)

@@ -32,6 +32,7 @@ def train_subpixel(
       prism train-subpixel --photos my-photos --colmap landmark/sparse -o subpixel.safetensors
     """
     from prism_match.engine import Matcher
+    from prism_match.files import writable_folder
     from prism_match.matcher import find_device
     from prism_match.training.consensus import ConsensusPairs
     from prism_match.training.sources import SourceOptions, make_sources
@@ -44,6 +45,8 @@ def train_subpixel(
         raise UserError(f"{init}: no such file")
     if out.suffix != ".safetensors":
         raise UserError(f"{out}: the weights are a .safetensors file")
+    config = SubpixelConfig(minutes=minutes, seed=seed)
+    writable_folder(out.parent)
     logging.basicConfig(format="%(message)s")
     where = find_device(device)
     options = SourceOptions(photos=photos, worlds=True, compile=where.type == "cuda", calm=CALM)
@@ -52,5 +55,5 @@ def train_subpixel(
     if colmap:
         real = ConsensusPairs(colmap, Matcher(device=where), seed=seed)
         print(f"{len(real)} pairs of real photos")
-    found = train(sources, out, SubpixelConfig(minutes=minutes, seed=seed), where, init, real)
+    found = train(sources, out, config, where, init, real)
     print(f"{out}: median error {found['before']:.2f} px before and {found['after']:.2f} px after")

@@ -29,7 +29,7 @@ from prism_match.evaluation.report import Report, Table
 from prism_match.files import atomic_path
 from prism_match.images import load_image, resize
 from prism_match.matcher import DTYPES, find_device
-from prism_match.model.prism import Features
+from prism_match.model.prism import STRIDE, Features
 from prism_match.model.recorder import PATIENCE
 from prism_match.runtime import open_session
 from prism_match.stages import STAGES, Stopwatch
@@ -107,6 +107,7 @@ def measure(options: SpeedOptions, after_each: Callable[[Report], None] = lambda
     device = find_device(options.device)
     options, machine = options.settled(device), describe_machine(device)
     photos = load_pair(options.photos)
+    check_shapes(photos, options)
     exported = open_onnx(options.onnx) if options.onnx else None
     rows: list[Row] = []
     stages: list[StageTimes] = []
@@ -164,18 +165,33 @@ def load_pair(paths: tuple[Path, Path] | None) -> list[np.ndarray]:
     return [load_image(first).gray, load_image(second).gray]
 
 
+def check_shapes(photos: Sequence[np.ndarray], options: SpeedOptions) -> None:
+    """Before minutes are spent: a long photo may be too narrow at a small size."""
+    for size in options.sizes:
+        for gray in photos:
+            width, height = fitted_size(gray, size, options.photos is None)
+            if min(width, height) < STRIDE:
+                raise UserError(
+                    f"at {size} pixels a photo is {width}x{height}: sides of at least {STRIDE} are needed"
+                )
+
+
+def fitted_size(gray: np.ndarray, size: int, four_to_three: bool) -> tuple[int, int]:
+    """Width, height."""
+    height, width = gray.shape
+    scale = size / max(width, height)
+    return (size, size * 3 // 4) if four_to_three else (round(width * scale), round(height * scale))
+
+
 def fit(gray: np.ndarray, size: int, four_to_three: bool) -> np.ndarray:
     """h w, uint8, whose longer side is `size`, enlarged if need be; if asked for, what is in the middle of
     it in the shape of 4:3."""
-    height, width = gray.shape
+    target = fitted_size(gray, size, four_to_three)
     if four_to_three:
+        height, width = gray.shape
         w, h = min(width, height * 4 // 3), min(height, width * 3 // 4)
         top, left = (height - h) // 2, (width - w) // 2
         gray = gray[top : top + h, left : left + w]
-        target = size, size * 3 // 4
-    else:
-        scale = size / max(width, height)
-        target = round(width * scale), round(height * scale)
     return (resize(np.ascontiguousarray(gray), *target) * 255).round().astype(np.uint8)
 
 
@@ -414,7 +430,7 @@ def many(
         found[:] = [len(m) for m in matcher.match_many(pairs, batch)]
 
     try:
-        list(matcher.match_many(pairs[:batch], batch))
+        warm_up(lambda: list(matcher.match_many(pairs[:batch], batch)), matcher.device)
         milliseconds = timed(run, matcher.device) / len(pairs)
         return replace(
             row, milliseconds=milliseconds, repeats=len(pairs), pairs_per_second=1000 / milliseconds,

@@ -86,7 +86,7 @@ def failed_trials(device: torch.device) -> list[str]:
         (
             "best_partners",
             best_partners,
-            (draw(330, 32).half(), draw(330), torch.tensor([70, 70, 150, 320]), 170, 0.5),
+            (draw(330, 256).half() / 4, draw(330), torch.tensor([70, 70, 150, 320]), 170, 0.5),
         ),
         ("nearest", nearest, (draw(60, 2), draw(60).abs(), 5)),
     ]

@@ -6,9 +6,11 @@ from then on asked for at once."""
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -24,6 +26,11 @@ HELD = 2**29  # bytes of what they read and write; what they need in between, al
 # Of a GPU's memory: what they may need in between. Work of many shapes does not fit into what work of others
 # has left, so that what is shared grows; then all begin anew, and wait longer before they are recorded again.
 SHARE = 1 / 8
+# Bytes of what goes into one of them. What takes a GPU longer than that is nothing that it waits for Python
+# with, and a few of those would push each other out of what is held.
+LARGEST = HELD // 4
+
+recording_anywhere = Lock()  # in this process
 
 Work = Callable[..., tuple[Any, ...]]  # tensors in; tensors out, or None where there is nothing
 
@@ -53,7 +60,7 @@ class Recorder:
     def __call__(self, name: Hashable, work: Work, *inputs: Tensor) -> tuple[Any, ...]:
         """What work(*inputs) gives. It must not wait for the GPU, may change its inputs, and has to do the
         same whenever name and shapes are the same."""
-        if not (self.enabled and inputs[0].is_cuda):
+        if not (self.enabled and inputs[0].is_cuda) or sum(x.nbytes for x in inputs) > LARGEST:
             return work(*inputs)
         key = (name, tuple((x.shape, x.dtype) for x in inputs), inputs[0].device)
         with self.lock, torch.cuda.device(inputs[0].device):
@@ -62,7 +69,7 @@ class Recorder:
             recording.calls += 1
             if recording.graph is None:
                 if recording.calls > self.patience:
-                    self.record(recording, work, inputs)
+                    self.try_to_record(recording, work, inputs)
                 self.trim()
             return work(*inputs) if recording.graph is None else self.replay(recording, inputs)
 
@@ -76,29 +83,36 @@ class Recorder:
         self.done.record()
         return results
 
+    def try_to_record(self, recording: Recording, work: Work, inputs: tuple[Tensor, ...]) -> None:
+        try:
+            with undisturbed():
+                self.record(recording, work, inputs)
+        except torch.cuda.OutOfMemoryError:  # it may be free again later
+            self.forget()
+            self.patience *= 2
+        except RuntimeError as error:  # whatever the driver cannot record
+            log.warning("matching goes on without CUDA graphs: %s", str(error).strip().splitlines()[0])
+            self.forget()
+            self.enabled = False
+
     def record(self, recording: Recording, work: Work, inputs: tuple[Tensor, ...]) -> None:
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         torch.cuda.synchronize()
-        try:
-            buffers = tuple(self.buffer("in", n, x) for n, x in enumerate(inputs))
-            given = [x.clone() for x in inputs]
-            outputs = tuple(self.place(n, x, given, buffers) for n, x in enumerate(work(*given)))
-            del given
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what the work took until now, it takes from memory of its own
-            before = torch.cuda.memory_reserved()
-            with torch.cuda.stream(side):
-                graph.capture_begin(self.pool, capture_error_mode="thread_local")
-                try:
-                    for to, result in zip(outputs, work(*buffers), strict=True):
-                        if to is not None and to is not result:
-                            to.copy_(result)
-                finally:
-                    graph.capture_end()
-        except RuntimeError as error:  # whatever the driver cannot record
-            log.warning("matching goes on without CUDA graphs: %s", str(error).strip().splitlines()[0])
-            self.enabled = False
-            return
+        buffers = tuple(self.buffer("in", n, x) for n, x in enumerate(inputs))
+        given = [x.clone() for x in inputs]
+        outputs = tuple(self.place(n, x, given, buffers) for n, x in enumerate(work(*given)))
+        del given
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what the work took until now, it takes from memory of its own
+        before = torch.cuda.memory_reserved()
+        with torch.cuda.stream(side):
+            graph.capture_begin(self.pool, capture_error_mode="thread_local")
+            try:
+                for to, result in zip(outputs, work(*buffers), strict=True):
+                    if to is not None and to is not result:
+                        to.copy_(result)
+            finally:
+                graph.capture_end()
         self.pool = graph.pool()
         self.pooled += torch.cuda.memory_reserved() - before
         self.done = self.done or torch.cuda.Event()
@@ -150,6 +164,20 @@ class Recorder:
             with torch.inference_mode(False):
                 self.buffers[key] = torch.empty_like(like)
         return self.buffers[key]
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """While something is recorded, no other thread may wait for the whole device, as it does to record, and
+    no recording may be freed, as it can be by a garbage collection."""
+    with recording_anywhere:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 def round_count(count: int, device: torch.device) -> int:

@@ -29,10 +29,10 @@ def _rotate(
         by = tl.load(b + 2 * (head * HALF + k) + 1)
         theta = bx[None, :] * cx[:, None] + by[None, :] * cy[:, None]
         cos, sin = tl.cos(theta), tl.sin(theta)
-        at = row[:, None] * x_stride + head * 2 * HALF + k[None, :]
+        at = row.to(tl.int64)[:, None] * x_stride + head * 2 * HALF + k[None, :]
         first = tl.load(x + at, mask=there[:, None], other=0.0).to(tl.float32)
         second = tl.load(x + at + HALF, mask=there[:, None], other=0.0).to(tl.float32)
-        to = row[:, None] * (HEADS * 2 * HALF) + head * 2 * HALF + k[None, :]
+        to = row.to(tl.int64)[:, None] * (HEADS * 2 * HALF) + head * 2 * HALF + k[None, :]
         kind = out.dtype.element_ty
         tl.store(out + to, (first * cos + second * sin).to(kind), mask=there[:, None])
         tl.store(out + to + HALF, (second * cos - first * sin).to(kind), mask=there[:, None])
@@ -630,9 +630,12 @@ def best_partners(
     n, channels = tokens.shape
     sums, best = torch.zeros(n, device=tokens.device), torch.full((n,), -torch.inf, device=tokens.device)
     arg = torch.zeros(n, dtype=torch.int64, device=tokens.device)
-    block, segments = 64, len(ends)
+    # GPUs before Ampere have no room for more in their shared memory.
+    recent = torch.cuda.get_device_capability(tokens.device) >= (8, 0)
+    block, others = (64, 64) if recent else (16, 32)
+    segments = len(ends)
     grid = (triton.cdiv(most, block), segments)
-    sizes = {"C": channels, "BM": block, "BN": 64, "num_warps": 4, "num_stages": 2}
+    sizes = {"C": channels, "BM": block, "BN": others, "num_warps": 4, "num_stages": 2}
     with torch.cuda.device(tokens.device):
         _sums_of_others[grid](tokens, sums, ends, scale, segments // 2, **sizes)
         _best_of_others[grid](tokens, bonus - sums, best, arg, ends, scale, segments // 2, **sizes)

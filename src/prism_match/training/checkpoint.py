@@ -60,9 +60,11 @@ def save_checkpoint(run: Path, step: int, checkpoint: Checkpoint, shard_mib: flo
     temporary = temporary_beside(folder)
     try:
         temporary.mkdir(parents=True)
-        for i, shard in enumerate(shards(checkpoint.tensors, shard_mib)):
-            write_tensors(temporary / f"tensors-{i:05d}.safetensors", shard)
-        write_flushed(temporary / "state.json", json.dumps(checkpoint.state, indent=1).encode())
+        files = 0
+        for files, shard in enumerate(shards(checkpoint.tensors, shard_mib), 1):
+            write_tensors(temporary / f"tensors-{files - 1:05d}.safetensors", shard)
+        state = {**checkpoint.state, "files": files}
+        write_flushed(temporary / "state.json", json.dumps(state, indent=1).encode())
         if folder.exists():  # the same step saved twice: there is nothing new in it
             shutil.rmtree(temporary)
         else:
@@ -86,11 +88,20 @@ def checkpoints(run: Path) -> list[Path]:
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """From a checkpoint's folder, or the newest one of a run's folder."""
-    if not (path / "state.json").is_file():
+    if (path / "state.json").is_file():
+        return _read(path)
+    while True:
         found = checkpoints(path)
         if not found:
-            raise UserError(f"{path}: no checkpoint here to resume from")
-        path = found[-1]
+            raise UserError(f"{path}: no checkpoint here")
+        try:
+            return _read(found[-1])
+        except UserError:
+            if found[-1].exists():
+                raise  # else the run, which goes on, has a newer one
+
+
+def _read(path: Path) -> Checkpoint:
     try:
         state = parse_json((path / "state.json").read_text(encoding="utf-8"))
         if not isinstance(state, dict) or not state.keys() >= STATE.keys():
@@ -102,8 +113,12 @@ def load_checkpoint(path: Path) -> Checkpoint:
                 or state[key] != state[key]
             ):
                 raise ValueError(f"{key} in state.json is {state[key]!r:.40}")
+        files = sorted(path.glob("*.safetensors"))
+        count = state.pop("files", len(files))  # older ones do not tell
+        if len(files) != count:
+            raise ValueError(f"{len(files)} of {count} files are there")
         pieces: dict[str, Tensor] = {}
-        for file in sorted(path.glob("*.safetensors")):
+        for file in files:
             pieces.update(load_file(file))
         return Checkpoint(joined(pieces), state)
     except (OSError, ValueError, SafetensorError) as error:

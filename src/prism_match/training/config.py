@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prism_match.config import PRESETS as MODEL_PRESETS
-from prism_match.config import ModelConfig, checked, parse_toml, preset_or_file
+from prism_match.config import ModelConfig, check_seed, checked, parse_toml, preset_or_file
 from prism_match.errors import UserError
 from prism_match.training.data.worlds.variety import Variety
 from prism_match.training.pairs import ImageSize, shape_of
@@ -67,7 +67,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         starts = [p.start for p in self.phases]
-        if not starts or starts[0] != 0 or starts != sorted(starts) or starts[-1] >= 1:
+        in_time = all(0 <= start < 1 for start in starts)  # which nan is not
+        if not in_time or not starts or starts[0] != 0 or starts != sorted(starts):
             raise UserError("phases must begin at 0 of the budget, in order, each before 1")
         for phase in self.phases:
             for side in shape_of(phase.size):
@@ -75,6 +76,10 @@ class TrainConfig:
                     raise UserError(f"size must be a multiple of 32, not {side}")
             if phase.batch < 1:
                 raise UserError(f"batch must be at least 1, not {phase.batch}")
+        check_seed(self.seed)
+        for name in ("save_minutes", "samples_minutes", "validate_minutes"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"{name} must be at least 0, not {getattr(self, name)}")
         if self.moment_bits not in (8, 32):
             raise UserError(f"moment_bits must be 8 or 32, not {self.moment_bits}")
         for name in ("lr", "clip", "accumulate", "log_every", "steps", "minutes"):
@@ -169,13 +174,20 @@ def merged(base: TrainConfig, values: dict[str, Any]) -> TrainConfig:
     return dataclasses.replace(base, **changes)
 
 
+def whole(value: Any) -> int:
+    """Raises ValueError for a fraction."""
+    if int(value) != value:
+        raise ValueError(f"{value} is not whole")
+    return int(value)
+
+
 def _phase(values: Any) -> Phase:
     try:
         start, size, batch = values
         if isinstance(size, (list, tuple)):
             height, width = size
-            return Phase(float(start), (int(height), int(width)), int(batch))
-        return Phase(float(start), int(size), int(batch))
+            return Phase(float(start), (whole(height), whole(width)), whole(batch))
+        return Phase(float(start), whole(size), whole(batch))
     except (ValueError, TypeError, OverflowError):
-        reason = "a phase is [start, size, batch], its size a number or [height, width]"
+        reason = "a phase is [start, size, batch], its size a whole number or [height, width]"
         raise ValueError(f"{reason}, not {values!r}") from None

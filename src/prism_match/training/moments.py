@@ -1,7 +1,7 @@
 """The moments of Adam in eight bits: both together are as large as the weights are in sixteen.
 
 Adam divides one moment by the root of the other, so that what counts is how exact each is in proportion. A
-byte on a logarithmic scale is right to a twentieth over twenty octaves, where bytes of equal steps would
+byte on a logarithmic scale is right to 6 % over twenty octaves, where bytes of equal steps would
 make most values of a tensor 0.
 """
 

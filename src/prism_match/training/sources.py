@@ -16,6 +16,7 @@ from prism_match.training.pairs import PairSource
 
 NEVER_WAIT = ("photos", "worlds", "colmap")  # kinds that live on the device alone
 KINDS = ("photos", "worlds", "colmap", "megadepth", "rgbd")
+LARGEST_SHARE = 10**6
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ def parse_mix(text: str) -> dict[str, float]:
             shares[kind] = float(value)
         except ValueError:
             raise UserError(f"--mix {item}: expected KIND=NUMBER") from None
-        if kind not in KINDS or not shares[kind] >= 0:
-            raise UserError(f"--mix {item}: KIND is one of {', '.join(KINDS)}, NUMBER at least 0")
+        if kind not in KINDS or not 0 <= shares[kind] <= LARGEST_SHARE:
+            kinds = ", ".join(KINDS)
+            raise UserError(f"--mix {item}: KIND is one of {kinds}, NUMBER from 0 to {LARGEST_SHARE:,}")
     return shares

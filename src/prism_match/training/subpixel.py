@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from prism_match.config import check_seed
 from prism_match.corners import corners
 from prism_match.files import atomic_path
 from prism_match.subpixel import Pyramid, Subpixel, approach
@@ -56,6 +57,9 @@ class SubpixelConfig:
     warmup: int = 100
     ema: float = 0.998
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from prism_match.model.prism import PRISM
 from prism_match.training.checkpoint import (
     Checkpoint,
     check_architecture,
+    checkpoints,
     load_checkpoint,
     load_weights,
     save_checkpoint,
@@ -40,12 +41,13 @@ from prism_match.training.moments import MEAN, PARTS, SQUARE, packed, unpacked
 from prism_match.training.pairs import PairBatch, shape_of
 from prism_match.training.samples import draw_predictions
 from prism_match.training.step import METRICS, TrainingStep, Work
+from prism_match.weights import load_state
 from prism_match.weights.store import export_weights
 
 log = logging.getLogger(__name__)
 
 SAMPLES = 4  # pairs that are drawn
-MAX_BAD = 50  # updates in a row without a finite gradient before training gives up
+MAX_BAD = 40  # updates in a row without a finite gradient before training gives up
 Validate = Callable[[PRISM], dict[str, float]]
 
 
@@ -64,6 +66,7 @@ class Trainer:
             raise UserError("give a budget: --minutes or --steps")
         self.config, self.validate = config, validate
         self.run = writable_folder(run)
+        self.known = checkpoints(self.run)  # those that were there when this was made, and its own
         self.world, self.device = join_processes(torch.device(device))
         parts = config.accumulate * self.world.size
         for phase in config.phases:
@@ -109,13 +112,17 @@ class Trainer:
 
     def fit(self) -> dict[str, Any]:
         """Trains until the budget is spent or a signal asks for an end; returns the last metrics."""
-        with lock_folder(self.run) if self.world.first else nullcontext():
+        if not self.world.first:
+            return self._fit()
+        with lock_folder(self.run):
+            if checkpoints(self.run) != self.known:
+                raise UserError(f"{self.run}: another run has ended here meanwhile; go on with --resume")
             return self._fit()
 
     def _fit(self) -> dict[str, Any]:
         self.started = time.monotonic() - self.elapsed
         timers = dict.fromkeys(("save", "samples", "validate"), self.elapsed)
-        ordered = self.step
+        ordered = begun = self.step
         feed = Feed(self.mixer)
         bar = progress_bar(self.world.first, self.step, self.config.steps)
         with self._signals(), fast_arithmetic(self.device):
@@ -136,7 +143,8 @@ class Trainer:
                             self.report(bar)
                         self._now_and_then(timers)
             except Exception:  # whatever it was, the weights are those of the last whole update
-                self._try_to_save()
+                if self.step > begun:
+                    self._try(self.save)
                 raise
             finally:
                 feed.close()
@@ -240,7 +248,7 @@ class Trainer:
         if self.world.first:
             self._write(self.last)
             bar.set_postfix_str(bar_text(self.last), refresh=False)
-        if running >= min(MAX_BAD, 2 * self.config.log_every):
+        if running >= MAX_BAD:
             raise UserError(f"{int(running)} updates in a row had no finite gradient: lower the rate (--lr)")
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -267,8 +275,8 @@ class Trainer:
     def _now_and_then(self, timers: dict[str, float]) -> None:
         """Checkpoints, pictures and validation, each after its minutes have passed."""
         c = self.config
-        jobs = {
-            "save": (c.save_minutes, self._try_to_save),
+        jobs: dict[str, tuple[float, Callable[[], object]]] = {
+            "save": (c.save_minutes, partial(self._try, self.save)),
             "samples": (c.samples_minutes, self.draw_samples),
             "validate": (c.validate_minutes, self.run_validation),
         }
@@ -297,10 +305,10 @@ class Trainer:
 
     # ---- what stays of it
 
-    def _try_to_save(self) -> None:
+    def _try(self, write: Callable[[], object]) -> None:
         """A checkpoint that cannot be written is no reason to end a run that could still write the next."""
         try:
-            self.save()
+            write()
         except (UserError, RuntimeError) as error:  # RuntimeError: a device that no longer answers
             log.error("%s", error)
 
@@ -320,8 +328,12 @@ class Trainer:
         }  # fmt: skip
         try:
             save_checkpoint(self.run, self.step, Checkpoint(tensors, state), self.config.shard_mib)
-        finally:  # the weights are a fraction of a checkpoint, and may fit where it does not
-            self.export()
+        except UserError:  # the weights are a fraction of a checkpoint, and may fit where it does not
+            self._try(self.export)
+            raise
+        finally:
+            self.known = checkpoints(self.run)
+        self.export()
 
     def resume(self, path: str | Path | None = None) -> None:
         """Goes on from the newest checkpoint of the run (or of `path`). A budget in minutes counts those
@@ -329,8 +341,8 @@ class Trainer:
         where = Path(path or self.run)
         checkpoint = load_checkpoint(where)
         check_architecture(where, checkpoint.state["model"], self.config.model)
-        self.model.load_state_dict(checkpoint.group("model"))
-        self.average.load_state_dict(checkpoint.group("ema"))
+        load_state(self.model, checkpoint.group("model"), str(where))
+        load_state(self.average, checkpoint.group("ema"), str(where))
         self._load_moments(where, checkpoint)
         if self.difficulty is not None:
             self.difficulty.load(checkpoint.group("difficulty"))
@@ -346,8 +358,8 @@ class Trainer:
         checkpoint = load_checkpoint(where) if where.is_dir() else None
         weights, config = load_weights(path) if checkpoint is None else checkpoint.weights()
         check_architecture(where, config, self.config.model)
-        self.model.load_state_dict(weights)
-        self.average.load_state_dict(weights)
+        load_state(self.model, weights, str(path))
+        load_state(self.average, weights, str(path))
         if checkpoint is not None:
             self._load_moments(where, checkpoint)
 
@@ -367,11 +379,16 @@ class Trainer:
             if f"{name}.step" not in tensors:
                 continue
             own = {k: tensors[f"{name}.{k}"] for k in PARTS if f"{name}.{k}" in tensors}
+            step = tensors[f"{name}.step"]
             try:
-                moments = {key: torch.zeros_like(p).copy_(unpacked(key, own)) for key in (MEAN, SQUARE)}
-            except (KeyError, RuntimeError) as error:
-                raise UserError(f"{where}: damaged checkpoint: the moments of {name}") from error
-            self.optimizer.state[p] = {"step": tensors[f"{name}.step"].to(self.device), **moments}
+                found = {key: unpacked(key, own) for key in (MEAN, SQUARE)}
+                whole = step.shape == () and all(x.shape == p.shape for x in found.values())
+            except (KeyError, RuntimeError):
+                whole = False
+            if not whole:
+                raise UserError(f"{where}: damaged checkpoint: the moments of {name}")
+            moments = {key: torch.zeros_like(p).copy_(x) for key, x in found.items()}
+            self.optimizer.state[p] = {"step": step.to(self.device), **moments}
 
     def export(self) -> list[Path]:
         """The averaged weights in 16 bit, with the model's settings and a summary of the run."""
