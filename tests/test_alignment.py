@@ -102,6 +102,7 @@ def test_a_map_of_every_pixel_is_the_map_of_points():
     x, y = np.meshgrid(np.arange(50), np.arange(37))
     points = np.stack([x, y], axis=-1).reshape(-1, 2).astype(float)
     np.testing.assert_allclose(found.everywhere().reshape(-1, 2), found(points), atol=1e-3)
+    np.testing.assert_array_equal(found(points[:3].tolist()), found(points[:3]))
     splines = Splines.at(points, (50, 37))
     np.testing.assert_allclose(splines.weight.sum(axis=1), 1)
     weight, wanted = g.uniform(0, 1, len(points)), g.normal(0, 1, (len(points), 2))

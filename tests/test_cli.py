@@ -174,6 +174,18 @@ def test_other_mistakes(prism, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_options_that_would_do_nothing_are_refused(prism, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for words, word in (
+        (["sfm", tmp_path, "-o", out, "--loop", "--pairs", "exhaustive"], "--loop is for --pairs sequential"),
+        (["sfm", tmp_path, "-o", out, "--matches-only", "--matches", "m.h5"], "only one of them"),
+        (["info", "a.safetensors", "--weights", "b.safetensors"], "only one of them"),
+    ):
+        code, text, err = prism(*words, tiny=False)
+        assert code == 2 and text == "" and err.count("\n") == 1 and word in err, err
+    assert not out.exists()
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_unwritable_folder(prism, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

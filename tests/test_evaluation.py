@@ -896,6 +896,8 @@ def test_mistakes(run_eval, megadepth: Path, tmp_path: Path) -> None:
         (["--data", megadepth, "--json", megadepth], "folder"),
         (["--data", megadepth, "--method", "sift", "--threshold", "nan"], "threshold"),
         (["--data", megadepth, "--method", "surf"], "surf"),
+        (["--data", megadepth, "--top", 3], "--top is for localization, aachen, inloc alone"),
+        (["--data", megadepth, "--method", "sift", "--confidence", 0.5], "for --method prism alone"),
         (["--data", megadepth, "--method", "sift", "--pairs", 0], "pairs"),
         (["--data", megadepth, "--method", "sift", "--threshold", -1], "threshold"),
     ):

@@ -816,6 +816,7 @@ def test_intrinsics_that_are_given_are_used(
     ({"--top": "0"}, "--top must be at least 1"),
     ({"--batch": "0"}, "--batch must be at least 1"),
     ({"--max-error": "-1"}, "--max-error must be positive"),
+    ({"--seed": "-1"}, "seed must be a whole number of at least 0"),
     ({"--snap": "0"}, "snapping must be positive"),
     ({"--intrinsics": "bad.txt"}, "bad.txt, line 1"),
     ({"--intrinsics": "1,2,3"}, "neither a file of cameras nor fx,fy,cx,cy (3 numbers instead of 4)"),

@@ -60,6 +60,7 @@ class Map:
 
     def __call__(self, points: np.ndarray) -> np.ndarray:
         """n 2 -> n 2."""
+        points = np.asarray(points, dtype=float)
         moved = warp_points(points, self.matrix)
         if self.grid is not None:
             moved += Splines.at(points, self.size)(self.grid.reshape(-1, 2))

@@ -101,7 +101,10 @@ def depth(
     out: Annotated[Optional[Path], typer.Option("-o", "--out", help="Folder of the maps [depth].")] = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Make depth maps for a posed photo collection, so that it can be trained on."""
+    """Make depth maps for a posed photo collection, so that it can be trained on.
+
+    Example: prism data depth landmark/sparse
+    """
     from prism_match.matcher import find_device
     from prism_match.training.depth import make_depth
     from prism_match.training.sources import colmap_folders
@@ -199,7 +202,10 @@ def megadepth(
     root: Annotated[Path, typer.Argument(help="Where MegaDepth v1 and its SfM models are unpacked.")],
     out: Annotated[Optional[Path], typer.Option("-o", "--out", help="The index [ROOT/index].")] = None,
 ) -> None:
-    """Build the index of MegaDepth's pairs from the raw release."""
+    """Build the index of MegaDepth's pairs from the raw release.
+
+    Example: prism data megadepth MegaDepth_v1 -o index
+    """
     from prism_match.maps.colmap import undistort
     from prism_match.training.data.megadepth import build_index
 

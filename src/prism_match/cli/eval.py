@@ -22,10 +22,11 @@ from prism_match.cli.options import (
     RotateOption,
     make_cluster,
 )
-from prism_match.config import Backend
+from prism_match.config import Backend, check_seed
 from prism_match.errors import UserError
 from prism_match.evaluation import Benchmark
 
+LOCALIZATION: tuple[Benchmark, ...] = ("localization", "aachen", "inloc")
 LARGEST = 8192  # pixels of a side; images are enlarged to what is asked for, so that more can fill any memory
 
 
@@ -115,8 +116,13 @@ def evaluate(
         raise UserError(f"{data}: no such file or folder")
     if size is not None and not 32 <= size <= LARGEST:
         raise UserError(f"--size must be from 32 to {LARGEST} pixels, not {size}")
-    if seed < 0:
-        raise UserError(f"--seed must be at least 0, not {seed}")
+    check_seed(seed)
+    of_localization = {"--top": top, "--within": within, "--pair-list": pair_list, "--snap": snap}
+    for name, value in of_localization.items():
+        if value is not None and benchmark not in LOCALIZATION:
+            raise UserError(f"{name} is for {', '.join(LOCALIZATION)} alone")
+    if confidence is not None and method != "prism":
+        raise UserError("--confidence is for --method prism alone")
     if json_file is not None and json_file.is_dir():
         raise UserError(f"{json_file}: is a folder; --json is a file")
     for folder in (out, cache, json_file.parent if json_file else None):

@@ -11,6 +11,7 @@ import typer
 from prism_match import __version__
 from prism_match.cli.options import ConfigOption, JsonOption, WeightsOption, parse_config
 from prism_match.cli.output import print_table
+from prism_match.errors import UserError
 
 
 def info(
@@ -32,6 +33,8 @@ def info(
     from prism_match.matcher import find_device, find_dtype
     from prism_match.weights import MODEL_CARD, SHIPPED, build_model, weights_info
 
+    if file is not None and weights is not None:
+        raise UserError(f"{file}: weights are given with --weights, too: only one of them")
     known = weights_info(file or weights, parse_config(model_config))
     model = build_model(known)
     stored = model.state_dict()  # without the channels that are there for speed alone

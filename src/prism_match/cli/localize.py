@@ -22,7 +22,7 @@ from prism_match.cli.options import (
     make_cluster,
     make_matcher,
 )
-from prism_match.config import UNLIKELY, PnpBackend
+from prism_match.config import UNLIKELY, PnpBackend, check_seed
 from prism_match.errors import UserError
 
 
@@ -109,6 +109,7 @@ def localize_command(
             raise UserError(f"--{name} must be at least {least}, not {value}")
     if max_error <= 0:
         raise UserError(f"--max-error must be positive, not {max_error}")
+    check_seed(seed)
     backend = choose_backend(pnp)
     cluster = make_cluster(engine, address, device)
     photos = find_queries(queries)

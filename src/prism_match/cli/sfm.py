@@ -27,6 +27,7 @@ from prism_match.cli.options import (
 )
 from prism_match.cli.output import print_table
 from prism_match.config import UNLIKELY, Mapper, Sharing
+from prism_match.errors import UserError
 
 CellOption = Annotated[
     float, typer.Option(help="Points this close can become one keypoint, in pixels as matched.")
@@ -129,6 +130,10 @@ def sfm(
     from prism_match.maps.tracks import TrackOptions
     from prism_match.maps.video import write_key_frames
 
+    if loop and pairs not in ("auto", "sequential"):
+        raise UserError("--loop is for --pairs sequential alone")
+    if matches_only and matches is not None:
+        raise UserError("--matches-only makes a file of matches; --matches gives one: only one of them")
     options = SfmOptions(
         pairs=PairOptions(pairs, window, loop, neighbours),
         tracks=TrackOptions(cell, max_error, max_keypoints),
