@@ -186,6 +186,25 @@ def test_options_that_would_do_nothing_are_refused(prism, tmp_path: Path) -> Non
     assert not out.exists()
 
 
+@pytest.mark.parametrize("command, name", [("match", "pruning.png"), ("align", "aligned.png")])
+def test_no_result_is_written_over_what_it_is_made_of(prism, tmp_path: Path, command: str, name: str) -> None:
+    photo = tmp_path / name
+    PIL.Image.open(PAIR[1]).save(photo)
+    before = photo.read_bytes()
+    code, text, err = prism(command, PAIR[0], photo, "-o", tmp_path, tiny=False)
+    assert code == 2 and text == "" and f"{name}: is given, and would be replaced" in err
+    assert photo.read_bytes() == before and list(tmp_path.glob("*.png")) == [photo]
+
+
+def test_no_panorama_is_written_over_a_photo(prism, tmp_path: Path) -> None:
+    for n, photo in enumerate((*PAIR, PAIR[0])):
+        PIL.Image.open(photo).save(tmp_path / f"{n}.png")
+    before = (tmp_path / "2.png").read_bytes()
+    code, text, err = prism("stitch", tmp_path, "-o", tmp_path / "2.png", tiny=False)
+    assert code == 2 and text == "" and "is there already, among the photos" in err
+    assert (tmp_path / "2.png").read_bytes() == before
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_unwritable_folder(prism, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

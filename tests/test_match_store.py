@@ -21,7 +21,7 @@ from prism_match import Matcher
 from prism_match.config import PRESETS
 from prism_match.engine import Engine, Limits, MatcherSettings, MatchStore, Prism, Resize, run
 from prism_match.engine.features import Shelf, arrange
-from prism_match.engine.store import ImageEntry
+from prism_match.engine.store import ImageEntry, unused
 from prism_match.errors import UserError
 from prism_match.images import load_image, write_png
 from prism_match.maps import pairs, retrieval
@@ -193,6 +193,28 @@ def test_other_settings_never_mix(tmp_path):
     other = MatchStore(path, {"size": 640})
     assert list(other) == [] and not list(other.parts.glob("*.h5"))
     assert other.replaced is not None and list(MatchStore(other.replaced)) == [("a.jpg", "b.jpg")]
+
+
+def test_what_was_put_aside_is_neither_lost_nor_matched_again(tmp_path):
+    path = tmp_path / "matches.h5"
+
+    def run(size: int, *others: str) -> list[str]:
+        """The pairs that were there already."""
+        with MatchStore(path, {"size": size}) as store:
+            there = [b for _, b in store]
+            store.add({("a.jpg", b): some_matches(size) for b in others}, DIGESTS)
+            store.merge()
+        return there
+
+    assert run(832, "b.jpg", "c.jpg") == run(640, "b.jpg") == []
+    assert run(832) == ["b.jpg", "c.jpg"] and run(640) == ["b.jpg"]
+    path.write_bytes(path.read_bytes()[:100])  # what is damaged goes by one name
+    assert run(832) == ["b.jpg", "c.jpg"]
+    assert same(MatchStore(path)["a.jpg", "b.jpg"], some_matches(832))
+    first, second = (path.with_name(f"x{n}.h5") for n in ("", "-2"))
+    assert unused(first) == first
+    first.write_bytes(b"")
+    assert unused(first) == second
 
 
 def test_files_that_are_no_store(tmp_path):

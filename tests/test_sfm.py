@@ -44,6 +44,7 @@ from prism_match.maps.localization import Query, localize
 from prism_match.maps.reconstruction import PairOptions, SfmOptions, find_images, reconstruct, upright_copies
 from prism_match.maps.report import camera_centres, draw_match_graph, draw_top_view
 from prism_match.maps.shared_keypoints import load_tracks
+from prism_match.maps.stages import STAGES, Stages
 from prism_match.maps.tracks import TrackOptions
 from prism_match.matches import Matches
 from prism_match.training.data.colmap import read_model
@@ -390,7 +391,7 @@ def test_export_into_an_existing_database(built, tmp_path):
         assert all(np.array_equal(again[what][k], v) for k, v in after[what].items())
 
 
-def test_export_of_photos_that_exif_turns(built, tmp_path):
+def test_export_of_photos_that_exif_turns(built, tmp_path, capsys):
     """COLMAP has the pixels as they are stored."""
     _, folder, out, _ = built
     photos = tmp_path / "photos"
@@ -399,7 +400,8 @@ def test_export_of_photos_that_exif_turns(built, tmp_path):
     for n, path in enumerate(sorted(folder.iterdir())):
         exif[ORIENTATION] = (6, 3)[n] if n < 2 else 1
         with PIL.Image.open(path) as image:
-            image.save(photos / path.name, exif=exif)
+            stored = np.rot90(np.asarray(image), (1, 2)[n] if n < 2 else 0)
+            PIL.Image.fromarray(stored).save(photos / path.name, exif=exif)
     export_colmap(out / "matches.h5", tmp_path / "shown.db")
     export_colmap(out / "matches.h5", tmp_path / "stored.db", images=photos, polish=False)
     shown, stored = (tables(tmp_path / f"{n}.db") for n in ("shown", "stored"))
@@ -411,8 +413,12 @@ def test_export_of_photos_that_exif_turns(built, tmp_path):
     np.testing.assert_array_equal(stored["keypoints"]["view2.png"], shown["keypoints"]["view2.png"])
     with pytest.raises(UserError, match="view0.png is 120x160 in this database, .* tell with --images"):
         export_colmap(out / "matches.h5", tmp_path / "stored.db", overwrite=True)
+    assert "view0.png: is not the file that was matched" in capsys.readouterr().err
     (photos / "view4.png").unlink()
-    with pytest.raises(UserError, match="view4.png: no such image"):
+    assert export_colmap(out / "matches.h5", tmp_path / "five.db", images=photos)["images"] == 5
+    assert "left out: " in capsys.readouterr().err
+    write_png(photos / "view4.png", np.zeros((60, 80), np.uint8))
+    with pytest.raises(UserError, match="view4.png: is not of the size of the one that"):
         export_colmap(out / "matches.h5", tmp_path / "new.db", images=photos)
     assert not (tmp_path / "new.db").exists()
 
@@ -560,14 +566,21 @@ def test_too_few_images(tmp_path):
     assert list(find_images(tmp_path, tmp_path / "out")) == ["a.png", "sub/b.PNG"]
 
 
-def test_results_of_earlier_runs_are_no_photos(tmp_path):
-    for name in ("a.png", "b/c.png", "b/top_view.png", "old/stages.json", "old/images/a.png", "top_view.png"):
+def test_results_of_earlier_runs_are_no_photos(tmp_path, capsys):
+    names = ("a.png", "b/c.png", "b/top_view.png", "old/stages.json", "old/images/a.png", "old/top_view.png")
+    for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         write_noise(tmp_path / name, 0) if name.endswith("png") else (tmp_path / name).write_text("{}")
     photos = ["a.png", "b/c.png", "b/top_view.png"]
     assert list(find_images(tmp_path, tmp_path / "new")) == photos
+    write_noise(tmp_path / "top_view.png", 0)  # a photo, by its name alone
+    assert list(find_images(tmp_path, tmp_path / "new")) == [*photos, "top_view.png"]
     (tmp_path / "stages.json").write_text("{}")  # the results go where the photos are
     assert list(find_images(tmp_path, tmp_path)) == photos
+    assert not capsys.readouterr().err
+    write_noise(tmp_path / "old" / "photo.png", 0)
+    assert list(find_images(tmp_path, tmp_path)) == photos
+    assert f"left out, as the results of another run: {tmp_path / 'old'}" in capsys.readouterr().err
 
 
 def test_two_images_are_enough(built, tmp_path):
@@ -677,7 +690,7 @@ def turn(photo: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sparse/0/cameras.txt", "database.db", "transforms.json", "images/view1.png"]
+    "name", ["sparse/0/cameras.txt", "database.db", "transforms.json", "images/view1.png", "map_view.png"]
 )
 def test_what_others_have_made_is_not_replaced(built, tmp_path, name):
     scene, folder, _, _ = built
@@ -690,6 +703,19 @@ def test_what_others_have_made_is_not_replaced(built, tmp_path, name):
     with pytest.raises(UserError, match="would be replaced; give another folder"):
         reconstruct(photos, out, SfmOptions(cameras=GIVEN, threads=1), lambda: matcher)
     assert (out / name).read_text() == "precious" and not matcher.matched
+
+
+def test_a_model_stays_with_its_photos_where_the_next_run_fails(built, tmp_path, monkeypatch):
+    scene, folder, out, _ = built
+    shutil.copytree(out, tmp_path / "out")
+    shutil.copytree(folder, tmp_path / "photos")
+    turn(tmp_path / "photos" / "view0.png")  # other photos
+    options = SfmOptions(cameras=GIVEN, threads=1)
+    monkeypatch.setattr(sfm, "make_tracks", lambda *_: {"pairs": 0, "matches": 0, "keypoints": 0})
+    with pytest.raises(UserError, match="anything in common"):
+        reconstruct(tmp_path / "photos", tmp_path / "out", options, lambda: SyntheticMatcher(scene))
+    done, before = (Stages(folder / STAGES).done for folder in (tmp_path / "out", out))
+    assert (done["model"], done["photos"]) == (before["model"], before["photos"])
 
 
 def test_results_whose_list_of_stages_is_damaged_may_be_replaced(built, tmp_path):

@@ -22,7 +22,7 @@ from prism_match.cli.options import (
     WeightsOption,
     make_matcher,
 )
-from prism_match.cli.output import busy, print_table
+from prism_match.cli.output import busy, check_outputs, print_table
 from prism_match.config import AlignModel
 
 
@@ -62,6 +62,7 @@ def align_command(
     # Before the model is loaded: what is wrong should not take seconds to be told.
     first, second = open_picture(image0).image, open_picture(image1).image
     check_sides(first.size, second.size)
+    check_outputs(out, ("aligned.png", "aligned.tif", "overlay.png", "difference.png"), (image0, image1))
     folder = writable_folder(out)
     matcher = make_matcher(weights, model_config, device, precision, size, threshold, rotate, rescale=rescale)
     with busy("aligning"):

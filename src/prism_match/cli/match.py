@@ -23,7 +23,7 @@ from prism_match.cli.options import (
     WeightsOption,
     make_matcher,
 )
-from prism_match.cli.output import busy, report, summary, write_results
+from prism_match.cli.output import busy, check_outputs, report, summary, write_results
 from prism_match.errors import UserError
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ def match(
     # Before the model is loaded: what is wrong should not take seconds to be told.
     if max_matches is not None and max_matches < 1:
         raise UserError(f"max_matches must be at least 1, not {max_matches}")
+    given = [path for path in (image0, image1, mask0, mask1) if path is not None]
+    check_outputs(out, ("matches.png", "pruning.png", "overlay.png"), given)
     if memory is not None and not tiles:
         raise UserError("--memory is for --tiles alone")
     first: ImageLike = image0

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from prism_match.errors import UserError
 
 if TYPE_CHECKING:
     from prism_match.geometry import Estimate
     from prism_match.matcher import PairMatcher
     from prism_match.matches import Matches
+
+
+def check_outputs(folder: Path, names: Iterable[str], inputs: Iterable[Path]) -> None:
+    """Raises `UserError` where a result would be written over what it is made of."""
+    given = {path.resolve() for path in inputs}
+    for name in names:
+        if (folder / name).resolve() in given:
+            raise UserError(f"{folder / name}: is given, and would be replaced; choose another --out")
 
 
 def write_results(

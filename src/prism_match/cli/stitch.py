@@ -23,6 +23,7 @@ from prism_match.cli.options import (
 )
 from prism_match.cli.output import print_table
 from prism_match.config import Projection
+from prism_match.errors import UserError
 
 
 def stitch_command(
@@ -60,6 +61,8 @@ def stitch_command(
     options = StitchOptions(projection, megapixels)
     check_suffix(out)
     files = find_images(images, out)
+    if out.exists() and images.resolve() in out.resolve().parents:
+        raise UserError(f"{out}: is there already, among the photos; remove it, or choose another --out")
     writable_folder(out.parent)
     panorama = stitch(
         files, options,

@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -195,9 +196,19 @@ class MatchStore(Mapping[Names, Matches]):
             found = self._read(self.path, self.settings)
         except UserError as error:
             found = {"damaged": str(error)}
-        if found != self.settings:
-            self.replaced = self.path.with_stem(f"{self.path.stem}-{short_hash(found)}")
-            self.path.replace(self.replaced)
+        if found == self.settings:
+            return
+        self.replaced = unused(self.kept(found))
+        self.path.replace(self.replaced)
+        earlier = self.kept(self.settings | {"format": FORMAT})
+        with suppress(UserError):  # which is damaged, and stays where it is
+            if earlier.is_file() and self._read(earlier, self.settings) == self.settings:
+                earlier.replace(self.path)
+                self._where = dict.fromkeys(self._where, self.path)
+
+    def kept(self, settings: dict[str, Any]) -> Path:
+        """The name under which a file of these settings is put aside."""
+        return self.path.with_stem(f"{self.path.stem}-{short_hash(settings)}")
 
     def _read_part(self, part: Path) -> None:
         """Or, to write, removes one that is of other settings or damaged: its pairs are matched again."""
@@ -219,6 +230,12 @@ class MatchStore(Mapping[Names, Matches]):
         self.images |= images
         self._where |= dict.fromkeys(pairs, path)
         return settings
+
+
+def unused(path: Path) -> Path:
+    """The path, or one with a number, where there is no file yet."""
+    names = (path if n == 1 else path.with_stem(f"{path.stem}-{n}") for n in count(1))
+    return next(name for name in names if not name.exists())
 
 
 def read_contents(

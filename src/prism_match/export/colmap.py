@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,8 @@ import numpy as np
 
 from prism_match.engine.store import MatchStore
 from prism_match.errors import UserError
-from prism_match.files import is_file
-from prism_match.images import exif_orientation, to_stored
+from prism_match.files import file_digest, is_file
+from prism_match.images import exif_orientation, image_size, to_stored
 from prism_match.maps.cameras import CameraOptions, choose_cameras
 from prism_match.maps.colmap import colmap_error, write_database
 from prism_match.maps.shared_keypoints import save_tracks
@@ -39,16 +40,27 @@ def export_colmap(
     store = MatchStore(matches)
     if not len(store):
         raise UserError(f"{matches}: there are no matches in it")
+    gone = [name for name in store.images if images is not None and not is_file(images / name)]
+    for name in gone:
+        print(
+            f"prism: left out: {images}/{name}: no such image; {matches} has matches of it", file=sys.stderr
+        )
+    pairs = [pair for pair in store if not set(gone).intersection(pair)]
+    if not pairs:
+        raise UserError(f"{images}: no two images that {matches} has matches of")
     files: dict[str, tuple[Path | None, tuple[int, int]]] = {}
-    for name, entry in store.images.items():
-        file = None if images is None else images / name
-        if file is not None and not is_file(file):
-            raise UserError(f"{file}: no such image; {matches} has matches of it")
+    for name in sorted({name for pair in pairs for name in pair}):
+        entry, file = store.images[name], None if images is None else images / name
+        if file is not None and image_size(file) != entry.size:
+            raise UserError(f"{file}: is not of the size of the one that {matches} has matches of")
+        if file is not None and file_digest(file) != entry.digest:
+            print(f"prism: {file}: is not the file that was matched, though of its size", file=sys.stderr)
         files[name] = file, as_stored(np.empty((0, 2)), entry.size, file)[1]
     chosen = choose_cameras(files, cameras or CameraOptions())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tracks.h5"
-        shared = share_keypoints(store.items(), tracks, store.scales)
+        scales = [store.scales[name] for name in files]
+        shared = share_keypoints(((pair, store[pair]) for pair in pairs), tracks, store.scales)
         if images is not None and polish:
             shared = polish_tracks(shared, {n: images / n for n in shared.keypoints}, find_device("auto"))
         keypoints = {
@@ -57,7 +69,7 @@ def export_colmap(
         }
         save_tracks(path, replace(shared, keypoints=keypoints))
         return write_database(
-            path, database, chosen, verify=colmap_error(store) if verify else None, overwrite=overwrite
+            path, database, chosen, verify=colmap_error(scales) if verify else None, overwrite=overwrite
         )[0]
 
 

@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 import prism_match
-from prism_match.engine.store import MatchStore
 from prism_match.errors import UserError
 from prism_match.files import atomic_path
 from prism_match.maps.cameras import Cameras
@@ -122,7 +121,7 @@ def copy_database(source: Path, target: Path) -> None:
         raise UserError(f"{source}: not a COLMAP database ({error})") from error
 
 
-def colmap_error(store: MatchStore) -> float:
+def colmap_error(scales: Iterable[float]) -> float:
     """Pixels that a match may be off: what COLMAP has for its own features, and more for photos that are
     much larger than they were matched."""
-    return max(COLMAP_ERROR, MATCHED_ERROR * float(np.median(list(store.scales.values()))))
+    return max(COLMAP_ERROR, MATCHED_ERROR * float(np.median(list(scales))))

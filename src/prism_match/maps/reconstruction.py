@@ -40,7 +40,7 @@ from prism_match.matcher import PairMatcher, find_device
 EXHAUSTIVE_UP_TO = 40  # images; beyond that "auto" retrieves
 PAIR_MODES = ("auto", "exhaustive", "sequential", "retrieval")
 COPIES = "images"  # folder in that of the results, of photos that have been turned upright
-RESULTS = ("sparse", "database.db", "transforms.json", "report.md")  # that a run replaces
+RESULTS = ("sparse", "database.db", "transforms.json", "report.md", *PICTURES)  # that a run replaces
 OURS = {"tracks", "database", "model"}  # stages, one of which tells that a run has put them there
 EXACT = 0.5  # pixels of the photos: points that are further off count less in the last adjustment
 
@@ -119,8 +119,6 @@ def _reconstruct(
         first = f"; {len(broken)} cannot be read, the first: {next(iter(broken.values()))}" if broken else ""
         raise UserError(f"{images}: no pair of its images was matched{first}")
     stages = Stages(out / STAGES)
-    where = os.path.relpath(images.resolve(), out.resolve())
-    stages.run("photos", where, images, lambda: where)
 
     inputs = [store.settings, sorted(usable), options.same_place]
     digests = {name: store.images[name].digest for pair in usable for name in pair}
@@ -147,12 +145,14 @@ def _reconstruct(
 
     sizes = {name: (files[name], store.images[name].size) for name in files if name in store.images}
     cameras = choose_cameras({k: v for k, v in sizes.items() if k not in broken}, options.cameras)
-    key = short_hash([key, cameras.cameras, cameras.of_image])
+    # By the photos of this run alone: the store may have others, which are no longer there.
+    max_error = colmap.colmap_error(store.scales[name] for name in {n for pair in usable for n in pair})
+    key = short_hash([key, cameras.cameras, cameras.of_image, max_error])
     database = out / "database.db"
 
     def fill_database() -> list[Any]:
         database.unlink(missing_ok=True)
-        return colmap.write_database(tracks, database, cameras, verify=colmap.colmap_error(store))[1]
+        return colmap.write_database(tracks, database, cameras, verify=max_error)[1]
 
     with working("verifying", progress):
         verified = [tuple(row) for row in stages.run("database", key, database, fill_database)]
@@ -161,11 +161,15 @@ def _reconstruct(
             f"{images}: none of the {counts['pairs']} matched pairs agrees with one scene seen by two "
             "cameras; do the photos show the same place?"
         )
-    key = short_hash([key, options.mapper])
-    result = stages.run(
-        "model", key, out / "sparse" / "0",
-        lambda: run_mapper(out, options, len(cameras.of_image), colmap.colmap_error(store), progress),
-    )  # fmt: skip
+    key = short_hash([key, options.mapper, options.cameras.intrinsics is None])
+
+    def map_photos() -> dict[str, Any]:
+        stages.forget("photos")  # they are those of the model that is replaced
+        return run_mapper(out, options, len(cameras.of_image), max_error, progress)
+
+    result = stages.run("model", key, out / "sparse" / "0", map_photos)
+    where = os.path.relpath(images.resolve(), out.resolve())
+    stages.run("photos", where, images, lambda: where)
     if not result["models"]:
         raise UserError(no_model(images, tracks, verified))
     summary = summarise(files, matched, verified, result["models"], counts, options)
@@ -203,7 +207,9 @@ def find_images(folder: Path, out: Path) -> dict[str, Path]:
         raise UserError(f"{folder}: no such folder of images")
     root = folder.resolve()
     outputs = {out.resolve(), *(p.parent for p in root.rglob(STAGES))} - {root, *root.parents}
-    pictures = {out.resolve(), *(root / name for name in PICTURES)}
+    pictures = {out.resolve()}
+    if (root / STAGES).exists():
+        pictures |= {root / name for name in PICTURES}
     pictures |= {root / COPIES / name for name in copies_in(root)}
     photos = [
         p.relative_to(root).as_posix()
@@ -213,6 +219,9 @@ def find_images(folder: Path, out: Path) -> dict[str, Path]:
         and p not in pictures
         and not outputs.intersection(p.parents)
     ]
+    for other in sorted(outputs - {out.resolve()}):
+        if any(p.suffix.lower() in IMAGE_SUFFIXES and p.name not in PICTURES for p in other.iterdir()):
+            print(f"prism: left out, as the results of another run: {other}", file=sys.stderr)
     if len(photos) < 2:
         raise UserError(
             f"{folder}: {len(photos) or 'no'} image{'s' * (not photos)} in it; at least two are needed"
@@ -251,7 +260,10 @@ def match_images(
     engine = make_engine(Prism(matcher), Resize.largest(matcher.size), limits, None, options.cluster)
     with MatchStore(out / "matches.h5", engine.settings) as store:
         if store.replaced is not None:
-            print(f"prism: matches with other settings are kept as {store.replaced}", file=sys.stderr)
+            print(
+                f"prism: matches with other settings, or damaged ones, are kept as {store.replaced}",
+                file=sys.stderr,
+            )
         with tqdm(total=len(pairs), desc="matching", unit="pair", disable=None if progress else True) as bar:
             for outcome in engine.match(files, pairs, store):
                 bar.update()

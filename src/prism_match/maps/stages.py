@@ -36,6 +36,10 @@ class Stages:
         write_json(self.path, self.done)
         return result
 
+    def forget(self, name: str) -> None:
+        if self.done.pop(name, None) is not None:
+            write_json(self.path, self.done)
+
 
 def origin_of(model: Path) -> tuple[bool, Path | None]:
     """Of a model in OUT/sparse/N: whether it was made by `prism sfm`, which sees photos as EXIF turns them,
