@@ -459,6 +459,64 @@ def test_threshold_and_max_matches(photo: np.ndarray) -> None:
     np.testing.assert_allclose(result.scores, loose.scores[:10], atol=1e-6)
 
 
+@pytest.fixture
+def arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a caller may have set for his own."""
+    before = torch.get_default_dtype()
+    if request.param == "float64":
+        torch.set_default_dtype(torch.float64)
+        yield
+        torch.set_default_dtype(before)
+    else:
+        with torch.autocast("cpu", dtype=getattr(torch, request.param)):
+            yield
+
+
+@pytest.mark.parametrize("arithmetic", ["float64", "float16", "bfloat16"], indirect=True)
+def test_what_a_caller_has_set_for_his_own_arithmetic_changes_nothing(
+    photo: np.ndarray, arithmetic: None
+) -> None:
+    turned = np.rot90(photo)
+    options = {"device": "cpu", "precision": "fp32", "size": 160, "rotate": "always"}
+    set_by_caller = torch.get_default_dtype()
+    inside = Matcher(**options).match(photo, turned)
+    assert torch.get_default_dtype() == set_by_caller
+    torch.set_default_dtype(torch.float32)
+    with torch.autocast("cpu", enabled=False):
+        expected = Matcher(**options).match(photo, turned)
+    torch.set_default_dtype(set_by_caller)
+    assert len(inside) > 20
+    for name in ("keypoints0", "keypoints1", "scores", "certainty", "sigma"):
+        np.testing.assert_array_equal(getattr(inside, name), getattr(expected, name))
+
+
+def test_an_open_file_is_no_image_and_stays_open(matcher: Matcher, photo: np.ndarray, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    with (tmp_path / "file").open("rb") as file:
+        with pytest.raises(UserError, match="not BufferedReader"):
+            matcher.match(photo, file)  # type: ignore[arg-type]
+        assert file.read() == b"content"
+
+
+def test_a_pil_image_that_is_cut_short_gives_one_line(
+    matcher: Matcher, photo: np.ndarray, tmp_path: Path
+) -> None:
+    PIL.Image.fromarray(photo).save(tmp_path / "a.png")
+    whole = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "a.png").write_bytes(whole[: len(whole) // 2])
+    with PIL.Image.open(tmp_path / "a.png") as image, pytest.raises(UserError, match="PIL image: cannot be"):
+        matcher.match(photo, image)
+
+
+def test_weights_that_are_no_numbers_are_told(tmp_path: Path) -> None:
+    state = load_model(config=TINY).state_dict()
+    name = next(k for k, v in state.items() if v.dim() > 1)
+    state[name] = state[name] * torch.nan
+    export_weights(tmp_path / "w.safetensors", state, TINY, {})
+    with pytest.raises(UserError, match=f"1 of the weights are no numbers .{name}"):
+        Matcher(tmp_path / "w.safetensors", device="cpu")
+
+
 def test_same_result_twice(matcher: Matcher, photo: np.ndarray) -> None:
     first, second = (
         matcher.match(photo, photo),
@@ -523,6 +581,29 @@ def test_save_and_load(tmp_path: Path, suffix: str, count: int) -> None:
         "b,c.jpg",
     )
     assert [p.name for p in tmp_path.iterdir()] == [f"m{suffix}"], "no temporary file is left"
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".json", ".csv", ".h5"])
+def test_a_name_may_be_a_path(tmp_path: Path, suffix: str) -> None:
+    matches = replace(some_matches(), name0=Path("a") / "b.jpg")  # type: ignore[arg-type]
+    assert matches.name0 == "a/b.jpg"
+    matches.save(tmp_path / f"m{suffix}")
+    assert Matches.load(tmp_path / f"m{suffix}").name0 == "a/b.jpg"
+
+
+def test_what_matches_cannot_be_made_of() -> None:
+    matches = some_matches(2)
+    for change, reason in (
+        ({"name0": "a\0b"}, "name0 must be a text without a zero"),
+        ({"name1": None}, "name1 must be a text"),
+        ({"certainty": np.array([0.5, np.nan])}, "certainty must have one number for each match"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            replace(matches, **change)
+    for options in ({"top": 1.5}, {"spread": np.nan}):
+        with pytest.raises(UserError, match="must be a whole number"):
+            matches.filter(**options)
+    assert matches == matches and matches != some_matches(2) and matches in [matches]
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".json", ".h5"])

@@ -90,11 +90,16 @@ def to_image(source: ImageLike, what: str) -> Image:
         return read_image(Path(source))
     if isinstance(source, np.ndarray):
         return Image(to_pixels(source, "array"), "array", opaque_part(source))
-    if hasattr(source, "detach"):
+    if is_tensor(source):
         array = channels_last(source)
         return Image(to_pixels(array, "tensor"), "tensor", opaque_part(array))
     if hasattr(source, "convert"):
-        return decode(source, "PIL image")
+        try:
+            return decode(source, "PIL image")  # type: ignore[arg-type]
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:  # one that is read only now, or was closed
+            raise UserError(f"PIL image: cannot be decoded ({error})") from error
     raise UserError(f"{what} must be a path, a PIL image, an array or a tensor, not {type(source).__name__}")
 
 
@@ -231,6 +236,11 @@ def to_stored(
     return np.where(flips, np.array(size) - 1 - points, points).astype(points.dtype), size
 
 
+def is_tensor(source: Any) -> bool:
+    """Without loading PyTorch. (Open files can be detached, too.)"""
+    return hasattr(source, "detach") and hasattr(source, "cpu")
+
+
 def channels_last(tensor: Any) -> np.ndarray:
     """h w, or h w c."""
     x = tensor.detach().cpu()
@@ -281,8 +291,8 @@ def load_mask(source: ImageLike, image: Named) -> np.ndarray:
     """A region mask of an image, h w bool: non-zero pixels are looked at."""
     width, height = image.size
     name = f"{source}: the mask" if isinstance(source, (str, os.PathLike)) else "the mask"
-    if isinstance(source, np.ndarray) or hasattr(source, "detach"):
-        mask = nonzero(channels_last(source) if hasattr(source, "detach") else source)
+    if isinstance(source, np.ndarray) or is_tensor(source):
+        mask = nonzero(source if isinstance(source, np.ndarray) else channels_last(source))
     else:
         mask = to_image(source, "a mask").gray > 0
     if mask.shape != (height, width):

@@ -26,6 +26,7 @@ from prism_match.images import Image, ImageLike, load_image, load_mask, resize
 from prism_match.locating import Located
 from prism_match.matches import Details, Matches
 from prism_match.memory import give_back_holes
+from prism_match.model.arithmetic import inference, own_arithmetic
 from prism_match.model.fast import AutocastPRISM, FastPRISM, arranged
 from prism_match.model.prism import CELL, STRIDE, Features, PairMatches
 from prism_match.model.processor import cpu_has_bf16
@@ -112,7 +113,8 @@ class PairMatcher:
         self.calibration = find_calibration(calibration, self.info)
         self.recorder = Recorder()
         self.backend = find_backend(backend, self.info, self.device, self.dtype)
-        self.model = self._arranged()
+        with own_arithmetic():
+            self.model = self._arranged()
         self.subpixel = load_subpixel().to(self.device)
         if self.device.type == "cuda":
             self.subpixel.on_gpu()
@@ -193,7 +195,8 @@ class PairMatcher:
         other.dtype, other.recorder = dtype, Recorder()  # what is recorded has a precision
         if dtype != torch.float32:
             other.backend = "torch"
-        other.model = other._arranged()
+        with own_arithmetic():
+            other.model = other._arranged()
         return other
 
     @property
@@ -216,7 +219,7 @@ class PairMatcher:
             )
         return self.extract_prepared([self.prepare(image, size) for image in images])
 
-    @torch.inference_mode()
+    @inference
     def extract_prepared(self, prepared: Sequence[Prepared]) -> list[ImageFeatures]:
         results: dict[int, ImageFeatures] = {}
         # The first thing that a GPU gets: what comes after other work is waited for.
@@ -301,7 +304,7 @@ class PairMatcher:
 
         return match_at_other_scales(self, pair, matches)
 
-    @torch.inference_mode()
+    @inference
     def _best(self, pairs: list[FeaturesPair]) -> list[Found]:
         """Of pairs of equal padded sizes, turned if need be, and polished."""
         best = self._match_as_they_are(pairs)
@@ -363,7 +366,7 @@ class PairMatcher:
             (a.in_memory, b.in_memory), certainty, sigma,
         )  # fmt: skip
 
-    @torch.inference_mode()
+    @inference
     def _polish(self, found: Found) -> tuple[Tensor, ...]:
         """What `polished` gives."""
         (a, b), at0, at1 = found.pair, found.at0, found.at1
@@ -644,8 +647,8 @@ def check_options(
     check_size(size)
     if threshold is not None and not 0 <= threshold < 1:
         raise UserError(f"threshold must be at least 0 and below 1, not {threshold}")
-    if max_matches is not None and max_matches < 1:
-        raise UserError(f"max_matches must be at least 1, not {max_matches}")
+    if max_matches is not None and (not isinstance(max_matches, numbers.Integral) or max_matches < 1):
+        raise UserError(f"max_matches must be a whole number of at least 1, not {max_matches!r}")
     if rotate not in get_args(Rotate):
         raise UserError(f"rotate must be one of {', '.join(get_args(Rotate))}, not {rotate!r}")
     if rescale not in get_args(Rescale):

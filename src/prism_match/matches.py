@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import numbers
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -42,7 +44,7 @@ class Details:
     nmi1: np.ndarray | None
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Matches:
     """n correspondences, in pixels of the original images; the centre of the first pixel is (0, 0)."""
 
@@ -61,6 +63,12 @@ class Matches:
     sigma: np.ndarray | None = None  # n, float32: the expected error in pixels of image 1
 
     def __post_init__(self) -> None:
+        for name in ("name0", "name1"):
+            value = getattr(self, name)
+            value = os.fspath(value) if isinstance(value, os.PathLike) else value
+            if not isinstance(value, str) or "\0" in value:
+                raise UserError(f"{name} must be a text without a zero, not {value!r}")
+            object.__setattr__(self, name, value)
         for name, shape in (("keypoints0", (-1, 2)), ("keypoints1", (-1, 2)), ("scores", (-1,))):
             array = np.asarray(getattr(self, name), dtype=np.float32)
             if array.ndim != len(shape) or array.shape[1:] != shape[1:]:
@@ -76,7 +84,7 @@ class Matches:
         for name in BELIEF:
             if getattr(self, name) is not None:
                 array = np.asarray(getattr(self, name), dtype=np.float32)
-                if array.shape != self.scores.shape:
+                if array.shape != self.scores.shape or not np.isfinite(array).all():
                     raise UserError(f"{name} must have one number for each match")
                 object.__setattr__(self, name, array)
 
@@ -108,6 +116,9 @@ class Matches:
         """The matches where `keep` is True (or the indices in it), with at least `min_score`, of those the
         `top` best, and of those so many (`spread`) that cover image 0 evenly: the best of each part of it.
         The best have the highest certainty, or score, where certainty is not known."""
+        for name, count in (("top", top), ("spread", spread)):
+            if count is not None and not isinstance(count, numbers.Integral):
+                raise UserError(f"{name} must be a whole number, not {count!r}")
         index = np.arange(len(self))
         if keep is not None:
             index = index[self._chosen(keep)]

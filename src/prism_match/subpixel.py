@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prism_match.model.arithmetic import inference
 from prism_match.model.kernels import convolve, has_kernels, triton_kernels
 from prism_match.model.recorder import Recorder, round_count
 
@@ -276,7 +277,7 @@ def sharpen(
     return at1, error / scale1.mean()
 
 
-@torch.inference_mode()
+@inference
 def settle(
     network: Subpixel,
     first: Pyramid,

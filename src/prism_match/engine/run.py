@@ -28,7 +28,7 @@ from prism_match.engine.photos import THREADS, Photo, Resize, identify
 from prism_match.engine.store import MatchStore, Names
 from prism_match.errors import UserError
 from prism_match.files import short_hash
-from prism_match.images import Image, ImageLike, load_image
+from prism_match.images import Image, ImageLike, is_tensor, load_image
 from prism_match.matcher import MaskLike
 from prism_match.matches import Matches
 
@@ -395,4 +395,4 @@ def still(mask: MaskLike) -> MaskLike:
         return mask
     if isinstance(mask, np.ndarray):
         return mask.copy()
-    return mask.clone() if hasattr(mask, "detach") else load_image(mask)  # type: ignore[union-attr]
+    return mask.clone() if is_tensor(mask) else load_image(mask)  # type: ignore[union-attr]

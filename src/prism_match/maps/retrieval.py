@@ -16,6 +16,7 @@ from prism_match.errors import UserError
 from prism_match.files import atomic_path, load_arrays
 from prism_match.images import ImageLike
 from prism_match.matcher import ImageFeatures, PairMatcher, Prepared
+from prism_match.model.arithmetic import inference
 
 SIZE = 320  # longer side in pixels
 SECONDS_A_SAVE = 30.0  # of describing that a kill can cost
@@ -96,7 +97,7 @@ def _write_cache(path: Path, known: dict[str, np.ndarray]) -> None:
         np.savez(temporary, keys=np.array(keys, "S"), descriptors=np.stack([known[key] for key in keys]))
 
 
-@torch.inference_mode()
+@inference
 def pool(image: ImageFeatures) -> np.ndarray:
     """d: the generalised mean over the cells of an image of each channel's positive part, then of each
     channel's negative part."""

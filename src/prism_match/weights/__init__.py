@@ -13,6 +13,7 @@ from torch import nn
 
 from prism_match.config import ModelConfig
 from prism_match.errors import UserError
+from prism_match.model.arithmetic import own_arithmetic
 from prism_match.model.prism import PRISM
 from prism_match.subpixel import Subpixel
 from prism_match.weights.hub import locate
@@ -63,7 +64,7 @@ def load_model(weights: str | Path | None = None, config: ModelConfig | None = N
 
 
 def build_model(info: WeightsInfo) -> PRISM:
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), own_arithmetic():
         torch.manual_seed(0)  # random weights, where no others are there, are at least always the same
         model = PRISM(info.config)
     if info.path is not None:
@@ -77,7 +78,8 @@ def load_subpixel() -> Subpixel:
         raise UserError(
             f"{SUBPIXEL}: the shipped weights are damaged (sha256 {digest[:12]}...); install again"
         )
-    network = Subpixel()
+    with own_arithmetic():
+        network = Subpixel()
     load_state(network, read_weights(SUBPIXEL)[0], str(SUBPIXEL))
     return network.eval()
 
@@ -87,6 +89,8 @@ def load_state(model: nn.Module, state: dict[str, torch.Tensor], name: str) -> N
     if problems := misfits(state, model.state_dict()):
         report = "; ".join(f"{len(keys)} {kind} ({shorten(keys)})" for kind, keys in problems.items())
         raise UserError(f"{name}: the weights do not fit the model: {report}")
+    if broken := sorted(k for k, v in state.items() if not v.isfinite().all()):
+        raise UserError(f"{name}: {len(broken)} of the weights are no numbers ({shorten(broken)})")
     model.load_state_dict(state)
 
 

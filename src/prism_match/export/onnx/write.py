@@ -20,6 +20,7 @@ from prism_match.export.onnx.graphs import Backbone, Pair, PairOfFeatures, Polis
 from prism_match.files import temporary_beside, writable_folder
 from prism_match.images import SMALLEST, load_image, resize
 from prism_match.matcher import DTYPES
+from prism_match.model.arithmetic import own_arithmetic
 from prism_match.model.fast import is_supported
 from prism_match.model.prism import CELL, PRISM, STRIDE
 from prism_match.runtime import INSTALL
@@ -221,7 +222,7 @@ def traced(graph: Graph) -> Any:
     graph.module.eval()
     file = io.BytesIO()
     # Warnings tell that numbers such as channels become constants, which they are.
-    with EXPORTING, warnings.catch_warnings(), torch.no_grad():
+    with EXPORTING, warnings.catch_warnings(), own_arithmetic(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch.onnx.export(
             graph.module, tuple(graph.inputs.values()), file, dynamo=False,  # type: ignore[arg-type]
