@@ -459,6 +459,19 @@ def test_threshold_and_max_matches(photo: np.ndarray) -> None:
     np.testing.assert_allclose(result.scores, loose.scores[:10], atol=1e-6)
 
 
+def test_pairs_before_what_a_generator_fails_of_are_matched(matcher: Matcher, photo: np.ndarray) -> None:
+    def pairs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        yield photo, photo
+        yield photo, photo[::-1]
+        raise KeyError("the camera is gone")
+
+    found = []
+    with pytest.raises(KeyError, match="the camera is gone"):
+        for matches in matcher.match_many(pairs(), batch_size=8):
+            found.append(len(matches))
+    assert len(found) == 2
+
+
 @pytest.fixture
 def arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a caller may have set for his own."""

@@ -718,6 +718,25 @@ def test_a_model_stays_with_its_photos_where_the_next_run_fails(built, tmp_path,
     assert (done["model"], done["photos"]) == (before["model"], before["photos"])
 
 
+def test_photos_that_have_changed_since_are_not_looked_up_in_the_map(built, tmp_path, capsys):
+    scene, folder, _, _ = built
+    photos, out = tmp_path / "photos", tmp_path / "out"
+    shutil.copytree(folder, photos)
+    reconstruct(photos, out, SfmOptions(cameras=GIVEN, threads=1), lambda: SyntheticMatcher(scene))
+    assert len(open_map(out, None, None, 1000.0, None).names) == 6 and not capsys.readouterr().err
+    (photos / "view1.png").rename(tmp_path / "aside")
+    (photos / "view2.png").rename(photos / "view1.png")
+    (tmp_path / "aside").rename(photos / "view2.png")
+    left = open_map(out, None, None, 1000.0, None).names
+    assert left == ["view0.png", "view3.png", "view4.png", "view5.png"]
+    assert "view1.png: has changed since it was made" in capsys.readouterr().err
+    assert len(open_map(out, photos, None, 1000.0, None).names) == 6  # as told
+    for path in photos.iterdir():
+        write_noise(path, 0)
+    with pytest.raises(UserError, match="all photos have changed"):
+        open_map(out, None, None, 1000.0, None)
+
+
 def test_results_whose_list_of_stages_is_damaged_may_be_replaced(built, tmp_path):
     (tmp_path / "stages.json").write_text("{")
     (tmp_path / "database.db").write_text("of the run before")

@@ -203,7 +203,8 @@ class Engine:
     def stream(self, pairs: Iterable[PairLike]) -> Iterator[Matches]:
         """One result per pair, in order. A list of files is read ahead; what comes from a generator is taken
         a batch at a time, and as it is at that moment."""
-        source, taken, failed = iter(pairs), 0, None
+        source, taken = iter(pairs), 0
+        failed: Exception | None = None
         cache = FeatureCache(self.limits.memory)
         with Decoder(self, cache) as decoder:
             window: deque[Task] = deque()
@@ -216,7 +217,7 @@ class Engine:
                             decoder.settle()  # before the generator goes on, and overwrites a file
                     except StopIteration:
                         break
-                    except UserError as error:
+                    except Exception as error:  # of the caller's generator, too
                         failed = error  # to be told when it is due: there are good pairs before it
                 batch = [window.popleft() for _ in range(min(self.limits.batch_size, len(window)))]
                 for task, found in self._match_batch(batch, number, decoder, cache):

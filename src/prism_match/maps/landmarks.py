@@ -8,9 +8,10 @@ ScanMap   photos with the position of each pixel in a laser scan (InLoc)
 from __future__ import annotations
 
 import struct
+import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,11 +21,13 @@ import numpy as np
 
 from prism_match.cameras import Camera, pinhole
 from prism_match.colmap_model import Model, PosedView, is_model, read_model
+from prism_match.engine.photos import content_of
 from prism_match.errors import UserError
+from prism_match.files import is_file
 from prism_match.frames import Frame, is_sequence, read_depth, read_sequence
 from prism_match.geometry import pose_matrix
 from prism_match.images import exif_orientation, image_size, stored_size
-from prism_match.maps.stages import origin_of
+from prism_match.maps.stages import contents_of, origin_of
 from prism_match.maps.tracks import one_to_one
 
 # How far from a point of the map a match may be, as a share of the photo's longer side. A cell of 8 pixels
@@ -79,6 +82,16 @@ class SfmMap(Map):
         self.model, self.image_dir, self.radius, self.as_shown = model, image_dir, radius, as_shown
         self.views: dict[str, PosedView] = {v.name: v for v in model.views if np.isfinite(v.T).all()}
         self.names = sorted(self.views)
+
+    def leave_out(self, changed: set[str]) -> None:
+        for name in sorted(changed):
+            print(
+                f"prism: left out of the map: {self.path(name)}: has changed since it was made",
+                file=sys.stderr,
+            )
+        self.names = [name for name in self.names if name not in changed]
+        if not self.names:
+            raise UserError(f"{self.image_dir}: all photos have changed since the map was made of them")
 
     def path(self, name: str) -> Path:
         return self.image_dir / name
@@ -328,6 +341,12 @@ def photo_folders(model: Model, path: Path, images: Path | None) -> tuple[bool, 
     return made_here, [images] if images else [photos, *beside] if photos else beside
 
 
+def changed_photos(world: SfmMap, digests: Mapping[str, str]) -> set[str]:
+    """Those that are no longer what the map was made of."""
+    there = [name for name in world.names if name in digests and is_file(world.path(name))]
+    return {name for name in there if content_of(world.path(name)) != digests[name]}
+
+
 def open_map(
     path: Path,
     images: Path | None,
@@ -344,7 +363,10 @@ def open_map(
         folder = next((f for f in candidates if f.is_dir()), None)
         if folder is None:
             raise UserError(f"{candidates[0]}: no such folder; tell with --images where the map's photos are")
-        return SfmMap(model, folder, snap, as_shown=made_here)
+        world = SfmMap(model, folder, snap, as_shown=made_here)
+        if images is None:  # the very photos that it was made of
+            world.leave_out(changed_photos(world, contents_of(model.path)))
+        return world
     if is_sequence(path):
         frames = {frame.image.name: frame for frame in read_sequence(path)}
         if not frames:

@@ -164,12 +164,15 @@ def _reconstruct(
     key = short_hash([key, options.mapper, options.cameras.intrinsics is None])
 
     def map_photos() -> dict[str, Any]:
-        stages.forget("photos")  # they are those of the model that is replaced
+        for about in ("photos", "contents"):  # which are those of the model that is replaced
+            stages.forget(about)
         return run_mapper(out, options, len(cameras.of_image), max_error, progress)
 
     result = stages.run("model", key, out / "sparse" / "0", map_photos)
     where = os.path.relpath(images.resolve(), out.resolve())
     stages.run("photos", where, images, lambda: where)
+    digests = {name: store.images[name].digest for name in cameras.of_image}
+    stages.run("contents", short_hash(digests), images, lambda: digests)
     if not result["models"]:
         raise UserError(no_model(images, tracks, verified))
     summary = summarise(files, matched, verified, result["models"], counts, options)

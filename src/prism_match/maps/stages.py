@@ -48,3 +48,10 @@ def origin_of(model: Path) -> tuple[bool, Path | None]:
     done = Stages(out / STAGES).done
     photos = out / str(done["photos"]["result"]) if "photos" in done else None
     return "model" in done, photos if photos is not None and photos.is_dir() else None
+
+
+def contents_of(model: Path) -> dict[str, str]:
+    """The digests of the photos that a model in OUT/sparse/N was made of, by name, as far as they are known."""
+    done = Stages((model / ".." / "..").resolve() / STAGES).done
+    digests = done.get("contents", {}).get("result")
+    return digests if isinstance(digests, dict) else {}
