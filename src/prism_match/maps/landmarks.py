@@ -364,7 +364,7 @@ def open_map(
         if folder is None:
             raise UserError(f"{candidates[0]}: no such folder; tell with --images where the map's photos are")
         world = SfmMap(model, folder, snap, as_shown=made_here)
-        if images is None:  # the very photos that it was made of
+        if images is None and folder == origin_of(model.path)[1]:  # not upright copies, or those of others
             world.leave_out(changed_photos(world, contents_of(model.path)))
         return world
     if is_sequence(path):
