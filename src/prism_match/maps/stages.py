@@ -51,7 +51,7 @@ def origin_of(model: Path) -> tuple[bool, Path | None]:
 
 
 def contents_of(model: Path) -> dict[str, str]:
-    """The digests of the photos that a model in OUT/sparse/N was made of, by name, as far as they are known."""
+    """The digests of the photos that a model in OUT/sparse/N was made of, by name, where they are known."""
     done = Stages((model / ".." / "..").resolve() / STAGES).done
     digests = done.get("contents", {}).get("result")
     return digests if isinstance(digests, dict) else {}
