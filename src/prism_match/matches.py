@@ -84,7 +84,7 @@ class Matches:
         for name in BELIEF:
             if getattr(self, name) is not None:
                 array = np.asarray(getattr(self, name), dtype=np.float32)
-                if array.shape != self.scores.shape or not np.isfinite(array).all():
+                if array.shape != self.scores.shape:
                     raise UserError(f"{name} must have one number for each match")
                 object.__setattr__(self, name, array)
 
