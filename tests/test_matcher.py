@@ -459,6 +459,14 @@ def test_threshold_and_max_matches(photo: np.ndarray) -> None:
     np.testing.assert_allclose(result.scores, loose.scores[:10], atol=1e-6)
 
 
+def test_pairs_before_a_mask_that_does_not_fit_are_matched(matcher: Matcher, photo: np.ndarray) -> None:
+    pairs = [(photo, photo), (photo, photo, np.ones((3, 3)), None), (photo, photo)]
+    stream = matcher.match_many(pairs, batch_size=4)
+    assert len(next(stream)) > 0
+    with pytest.raises(UserError, match="the mask is 3x3"):
+        next(stream)
+
+
 def test_pairs_before_what_a_generator_fails_of_are_matched(matcher: Matcher, photo: np.ndarray) -> None:
     def pairs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield photo, photo

@@ -291,7 +291,6 @@ class Engine:
             except UserError as error:
                 broken[digest] = error
         item = None  # or it would outlive its place in the cache
-        good = [task for task in batch if not any(photo.digest in broken for photo in task.photos)]
         cache.make_room(len(prepared) * cache.largest)
         with self.clock.running():
             seen = self.portions.run(self.method.extract, list(prepared.values()), cache)
@@ -300,22 +299,29 @@ class Engine:
             prepared.clear()
             held |= made
             cache.add(made)
-            pairs = [
-                tuple(
-                    held[photo.digest] if mask is None else held[photo.digest].masked(mask)
-                    for photo, mask in zip(task.photos, task.masks, strict=True)
-                )
-                for task in good
-            ]
+            pairs: list[tuple[Any, ...]] = []
+            bad: dict[int, Broken] = {}  # by the numbers of the tasks
+            for n, task in enumerate(batch):
+                bad[n] = {p.digest: broken[p.digest] for p in task.photos if p.digest in broken}
+                if not bad[n]:
+                    try:
+                        pairs.append(tuple(masked(held, task)))
+                    except UserError as error:
+                        bad[n] = {task.photos[0].digest: error}
             found = iter(self.portions.run(self.method.match, pairs, cache))
         self.clock.pairs += len(pairs)
         cache.release(number, needed)
         held.clear()
         made.clear()
         pairs.clear()
-        for task in batch:
-            bad = {p.digest: broken[p.digest] for p in task.photos if p.digest in broken}
-            yield task, bad or next(found)
+        for n, task in enumerate(batch):
+            yield task, bad[n] or next(found)
+
+
+def masked(held: Mapping[str, Any], task: Task) -> Iterator[Any]:
+    """Both photos as the method has seen them, with their masks."""
+    for photo, mask in zip(task.photos, task.masks, strict=True):
+        yield held[photo.digest] if mask is None else held[photo.digest].masked(mask)
 
 
 def stored(store: MatchStore | None, pair: Names) -> Matches | None:
