@@ -46,7 +46,7 @@ class Located:
         return len(self.points0)
 
 
-@inference
+@inference()
 def locate(matcher: PairMatcher, image0: ImageLike, image1: ImageLike, points: np.ndarray) -> Located:
     """points: n 2, pixels (x, y) of image 0."""
     points = checked(points)
@@ -70,7 +70,7 @@ def locate(matcher: PairMatcher, image0: ImageLike, image1: ImageLike, points: n
     return Located(points.astype(np.float32), at, certainty, sigma)
 
 
-@inference
+@inference()
 def estimated(matcher: PairMatcher, found: Found, points: np.ndarray) -> tuple[np.ndarray, Signs, np.ndarray]:
     """Of points (n 2) in image 0 and at least FEWEST matches: where they are in image 1 (n 2), what tells how
     sure that is, and whether a match is near enough to tell anything (n)."""

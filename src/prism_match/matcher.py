@@ -113,14 +113,14 @@ class PairMatcher:
         self.calibration = find_calibration(calibration, self.info)
         self.recorder = Recorder()
         self.backend = find_backend(backend, self.info, self.device, self.dtype)
-        with own_arithmetic():
-            self.model = self._arranged()
+        self.model = self._arranged()
         self.subpixel = load_subpixel().to(self.device)
         if self.device.type == "cuda":
             self.subpixel.on_gpu()
         elif self.device.type == "cpu":
             self.subpixel.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
+    @own_arithmetic()
     def _arranged(self) -> FastPRISM | AutocastPRISM:
         """The model as it is run."""
         model = build_model(self.info)
@@ -195,8 +195,7 @@ class PairMatcher:
         other.dtype, other.recorder = dtype, Recorder()  # what is recorded has a precision
         if dtype != torch.float32:
             other.backend = "torch"
-        with own_arithmetic():
-            other.model = other._arranged()
+        other.model = other._arranged()
         return other
 
     @property
@@ -219,7 +218,7 @@ class PairMatcher:
             )
         return self.extract_prepared([self.prepare(image, size) for image in images])
 
-    @inference
+    @inference()
     def extract_prepared(self, prepared: Sequence[Prepared]) -> list[ImageFeatures]:
         results: dict[int, ImageFeatures] = {}
         # The first thing that a GPU gets: what comes after other work is waited for.
@@ -304,7 +303,7 @@ class PairMatcher:
 
         return match_at_other_scales(self, pair, matches)
 
-    @inference
+    @inference()
     def _best(self, pairs: list[FeaturesPair]) -> list[Found]:
         """Of pairs of equal padded sizes, turned if need be, and polished."""
         best = self._match_as_they_are(pairs)
@@ -366,7 +365,7 @@ class PairMatcher:
             (a.in_memory, b.in_memory), certainty, sigma,
         )  # fmt: skip
 
-    @inference
+    @inference()
     def _polish(self, found: Found) -> tuple[Tensor, ...]:
         """What `polished` gives."""
         (a, b), at0, at1 = found.pair, found.at0, found.at1

@@ -37,7 +37,7 @@ UNFIT, TURNED = 0.2, 16.0
 AT_ONCE = 2048  # matches
 
 
-@inference
+@inference()
 def polish(gray0: Tensor, gray1: Tensor, points0: Tensor, points1: Tensor, rounds: int = ROUNDS) -> Tensor:
     """gray0: h0 w0 and gray1: h1 w1, in [0, 1]; points0 and points1: n 2, pixels (x, y), the centre of the
     first at (0, 0). Returns points1 (n 2), moved."""

@@ -277,7 +277,7 @@ def sharpen(
     return at1, error / scale1.mean()
 
 
-@inference
+@inference()
 def settle(
     network: Subpixel,
     first: Pyramid,

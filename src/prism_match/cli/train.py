@@ -87,19 +87,19 @@ def train(
     if resume and init is not None:
         raise UserError("--resume and --init exclude each other")
     if not resume:
-        check_new(out)
+        _check_new(out)
     hook = None if validate is None else pose_validation(validate, where)
     trainer = Trainer(config, make_sources(options, where), out, where, hook)
     if resume:
         trainer.resume()
     else:
-        check_new(out)  # again: while the data was read, another run may have begun and ended
+        _check_new(out)  # again: while the data was read, another run may have begun and ended
         if init is not None:
             trainer.start_from(init)
     trainer.fit()
 
 
-def check_new(out: Path) -> None:
+def _check_new(out: Path) -> None:
     from prism_match.training.checkpoint import checkpoints
 
     if checkpoints(out):

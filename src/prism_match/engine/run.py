@@ -300,22 +300,22 @@ class Engine:
             held |= made
             cache.add(made)
             pairs: list[tuple[Any, ...]] = []
-            bad: dict[int, Broken] = {}  # by the numbers of the tasks
-            for n, task in enumerate(batch):
-                bad[n] = {p.digest: broken[p.digest] for p in task.photos if p.digest in broken}
-                if not bad[n]:
-                    try:
+            wrong: list[Broken] = []  # with each task
+            for task in batch:
+                wrong.append({p.digest: broken[p.digest] for p in task.photos if p.digest in broken})
+                try:
+                    if not wrong[-1]:
                         pairs.append(tuple(masked(held, task)))
-                    except UserError as error:
-                        bad[n] = {task.photos[0].digest: error}
+                except UserError as error:
+                    wrong[-1][task.photos[0].digest] = error
             found = iter(self.portions.run(self.method.match, pairs, cache))
         self.clock.pairs += len(pairs)
         cache.release(number, needed)
         held.clear()
         made.clear()
         pairs.clear()
-        for n, task in enumerate(batch):
-            yield task, bad[n] or next(found)
+        for task, problems in zip(batch, wrong, strict=True):
+            yield task, problems or next(found)
 
 
 def masked(held: Mapping[str, Any], task: Task) -> Iterator[Any]:

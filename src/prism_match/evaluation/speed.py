@@ -27,9 +27,9 @@ from prism_match.errors import UserError
 from prism_match.evaluation.peers import UNTRAINED, Peer, first_line, open_peers
 from prism_match.evaluation.report import Report, Table
 from prism_match.files import atomic_path
-from prism_match.images import load_image, resize
+from prism_match.images import SMALLEST, load_image, resize
 from prism_match.matcher import DTYPES, find_device
-from prism_match.model.prism import STRIDE, Features
+from prism_match.model.prism import Features
 from prism_match.model.recorder import PATIENCE
 from prism_match.runtime import open_session
 from prism_match.stages import STAGES, Stopwatch
@@ -170,9 +170,9 @@ def check_shapes(photos: Sequence[np.ndarray], options: SpeedOptions) -> None:
     for size in options.sizes:
         for gray in photos:
             width, height = fitted_size(gray, size, options.photos is None)
-            if min(width, height) < STRIDE:
+            if min(width, height) < SMALLEST:
                 raise UserError(
-                    f"at {size} pixels a photo is {width}x{height}: sides of at least {STRIDE} are needed"
+                    f"at {size} pixels a photo is {width}x{height}: sides of at least {SMALLEST} are needed"
                 )
 
 

@@ -40,12 +40,12 @@ def export_colmap(
     store = MatchStore(matches)
     if not len(store):
         raise UserError(f"{matches}: there are no matches in it")
-    gone = [name for name in store.images if images is not None and not is_file(images / name)]
-    for name in gone:
+    gone = {name for name in store.images if images is not None and not is_file(images / name)}
+    for name in sorted(gone):
         print(
             f"prism: left out: {images}/{name}: no such image; {matches} has matches of it", file=sys.stderr
         )
-    pairs = [pair for pair in store if not set(gone).intersection(pair)]
+    pairs = [pair for pair in store if not gone.intersection(pair)]
     if not pairs:
         raise UserError(f"{images}: no two images that {matches} has matches of")
     files: dict[str, tuple[Path | None, tuple[int, int]]] = {}
@@ -59,8 +59,8 @@ def export_colmap(
     chosen = choose_cameras(files, cameras or CameraOptions())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tracks.h5"
-        scales = [store.scales[name] for name in files]
-        shared = share_keypoints(((pair, store[pair]) for pair in pairs), tracks, store.scales)
+        scales = {name: scale for name, scale in store.scales.items() if name in files}
+        shared = share_keypoints(((pair, store[pair]) for pair in pairs), tracks, scales)
         if images is not None and polish:
             shared = polish_tracks(shared, {n: images / n for n in shared.keypoints}, find_device("auto"))
         keypoints = {
@@ -69,7 +69,11 @@ def export_colmap(
         }
         save_tracks(path, replace(shared, keypoints=keypoints))
         return write_database(
-            path, database, chosen, verify=colmap_error(scales) if verify else None, overwrite=overwrite
+            path,
+            database,
+            chosen,
+            verify=colmap_error(scales.values()) if verify else None,
+            overwrite=overwrite,
         )[0]
 
 

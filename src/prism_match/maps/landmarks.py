@@ -27,7 +27,7 @@ from prism_match.files import is_file
 from prism_match.frames import Frame, is_sequence, read_depth, read_sequence
 from prism_match.geometry import pose_matrix
 from prism_match.images import exif_orientation, image_size, stored_size
-from prism_match.maps.stages import contents_of, origin_of
+from prism_match.maps.stages import Origin, origin_of
 from prism_match.maps.tracks import one_to_one
 
 # How far from a point of the map a match may be, as a share of the photo's longer side. A cell of 8 pixels
@@ -332,13 +332,12 @@ def without(model: Model, name: str) -> Model:
     return replace(model, views=tuple(kept))
 
 
-def photo_folders(model: Model, path: Path, images: Path | None) -> tuple[bool, list[Path]]:
-    """Of a COLMAP model that was read from `path`: whether `prism sfm` has made it, and where its photos may
-    be, the likeliest folder first. images: the folder that was told, which is the only one then."""
-    made_here, photos = origin_of(model.path)
-    around = path.resolve()
+def photo_folders(model: Model, path: Path, images: Path | None) -> tuple[Origin, list[Path]]:
+    """Of a COLMAP model that was read from `path`: where it comes from, and where its photos may be, the
+    likeliest folder first. images: the folder that was told, which is the only one then."""
+    origin, around = origin_of(model.path), path.resolve()
     beside = [f / "images" for f in (around, *list(around.parents)[:2])]
-    return made_here, [images] if images else [photos, *beside] if photos else beside
+    return origin, [images] if images else [origin.photos, *beside] if origin.photos else beside
 
 
 def changed_photos(world: SfmMap, digests: Mapping[str, str]) -> set[str]:
@@ -359,13 +358,13 @@ def open_map(
         raise UserError(f"{path}: no such folder")
     if is_model(path):
         model = read_model(path)
-        made_here, candidates = photo_folders(model, path, images)
+        origin, candidates = photo_folders(model, path, images)
         folder = next((f for f in candidates if f.is_dir()), None)
         if folder is None:
             raise UserError(f"{candidates[0]}: no such folder; tell with --images where the map's photos are")
-        world = SfmMap(model, folder, snap, as_shown=made_here)
-        if images is None and folder == origin_of(model.path)[1]:  # not upright copies, or those of others
-            world.leave_out(changed_photos(world, contents_of(model.path)))
+        world = SfmMap(model, folder, snap, as_shown=origin.made_here)
+        if images is None and folder == origin.photos:  # not upright copies, or those of others
+            world.leave_out(changed_photos(world, origin.contents))
         return world
     if is_sequence(path):
         frames = {frame.image.name: frame for frame in read_sequence(path)}

@@ -146,7 +146,8 @@ def _reconstruct(
     sizes = {name: (files[name], store.images[name].size) for name in files if name in store.images}
     cameras = choose_cameras({k: v for k, v in sizes.items() if k not in broken}, options.cameras)
     # By the photos of this run alone: the store may have others, which are no longer there.
-    max_error = colmap.colmap_error(store.scales[name] for name in {n for pair in usable for n in pair})
+    scales, used = store.scales, {name for pair in usable for name in pair}
+    max_error = colmap.colmap_error(scales[name] for name in used)
     key = short_hash([key, cameras.cameras, cameras.of_image, max_error])
     database = out / "database.db"
 
@@ -164,8 +165,7 @@ def _reconstruct(
     key = short_hash([key, options.mapper, options.cameras.intrinsics is None])
 
     def map_photos() -> dict[str, Any]:
-        for about in ("photos", "contents"):  # which are those of the model that is replaced
-            stages.forget(about)
+        stages.forget("photos", "contents")  # which are those of the model that is replaced
         return run_mapper(out, options, len(cameras.of_image), max_error, progress)
 
     result = stages.run("model", key, out / "sparse" / "0", map_photos)

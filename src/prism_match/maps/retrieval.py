@@ -97,7 +97,7 @@ def _write_cache(path: Path, known: dict[str, np.ndarray]) -> None:
         np.savez(temporary, keys=np.array(keys, "S"), descriptors=np.stack([known[key] for key in keys]))
 
 
-@inference
+@inference()
 def pool(image: ImageFeatures) -> np.ndarray:
     """d: the generalised mean over the cells of an image of each channel's positive part, then of each
     channel's negative part."""

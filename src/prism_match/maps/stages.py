@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prism_match.config import parse_json
 from prism_match.files import write_json
@@ -29,29 +29,33 @@ class Stages:
         known = self.done.get(name)
         if known is not None and known["key"] == key and product.exists():
             return known["result"]
-        if self.done.pop(name, None) is not None:  # its product is about to change
-            write_json(self.path, self.done)
+        self.forget(name)  # its product is about to change
         result = work()
         self.done[name] = {"key": key, "result": result}
         write_json(self.path, self.done)
         return result
 
-    def forget(self, name: str) -> None:
-        if self.done.pop(name, None) is not None:
+    def forget(self, *names: str) -> None:
+        if known := self.done.keys() & set(names):
+            self.done = {k: v for k, v in self.done.items() if k not in known}
             write_json(self.path, self.done)
 
 
-def origin_of(model: Path) -> tuple[bool, Path | None]:
-    """Of a model in OUT/sparse/N: whether it was made by `prism sfm`, which sees photos as EXIF turns them,
-    and the folder of its photos, where that is still there."""
+class Origin(NamedTuple):
+    """Of a model in OUT/sparse/N."""
+
+    made_here: bool  # by `prism sfm`, which sees photos as EXIF turns them
+    photos: Path | None  # the folder of its photos, where that is still there
+    contents: dict[str, str]  # the digests of those photos by name, as far as they are known
+
+
+def origin_of(model: Path) -> Origin:
     out = (model / ".." / "..").resolve()
     done = Stages(out / STAGES).done
     photos = out / str(done["photos"]["result"]) if "photos" in done else None
-    return "model" in done, photos if photos is not None and photos.is_dir() else None
-
-
-def contents_of(model: Path) -> dict[str, str]:
-    """The digests of the photos that a model in OUT/sparse/N was made of, by name, where they are known."""
-    done = Stages((model / ".." / "..").resolve() / STAGES).done
-    digests = done.get("contents", {}).get("result")
-    return digests if isinstance(digests, dict) else {}
+    contents = done["contents"]["result"] if "contents" in done else None
+    return Origin(
+        "model" in done,
+        photos if photos is not None and photos.is_dir() else None,
+        contents if isinstance(contents, dict) else {},
+    )

@@ -55,11 +55,11 @@ def open_shown(path: Path, images: Path | None = None, poses: Path | None = None
     model = read_model(path)
     if not any(np.isfinite(v.T).all() for v in model.views):
         raise UserError(f"{path}: no image of the model has a pose")
-    made_here, folders = photo_folders(model, path, images)
+    origin, folders = photo_folders(model, path, images)
     folder = next((f for f in folders if f.is_dir()), None)
     if folder is None and images is not None:
         raise UserError(f"{images}: no such folder")
-    photos = None if folder is None else SfmMap(model, folder, as_shown=made_here)
+    photos = None if folder is None else SfmMap(model, folder, as_shown=origin.made_here)
     return Shown(model, photos, {} if poses is None else read_queries(poses, model.views[0].camera))
 
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
-from typing import ParamSpec, TypeVar
 
 import torch
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @contextmanager
@@ -31,12 +26,8 @@ def own_arithmetic() -> Iterator[None]:
             torch.set_default_dtype(given)
 
 
-def inference(function: Callable[P, R]) -> Callable[P, R]:
+@contextmanager
+def inference() -> Iterator[None]:
     """Without gradients, too."""
-
-    @wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        with own_arithmetic(), torch.inference_mode():
-            return function(*args, **kwargs)
-
-    return wrapped
+    with own_arithmetic(), torch.inference_mode():
+        yield

@@ -26,8 +26,8 @@ HELD = 2**29  # bytes of what they read and write; what they need in between, al
 # Of a GPU's memory: what they may need in between. Work of many shapes does not fit into what work of others
 # has left, so that what is shared grows; then all begin anew, and wait longer before they are recorded again.
 SHARE = 1 / 8
-# Bytes of what goes into one of them. What takes a GPU longer than that is nothing that it waits for Python
-# with, and a few of those would push each other out of what is held.
+# Bytes of what goes into one of them. Larger work keeps a GPU busy for so long that it need not wait for
+# Python, and a few of them would push each other out of what is held.
 LARGEST = HELD // 4
 
 recording_anywhere = Lock()  # in this process

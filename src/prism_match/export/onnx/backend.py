@@ -23,7 +23,6 @@ from prism_match.errors import UserError
 from prism_match.export.onnx.graphs import MPMs
 from prism_match.export.onnx.write import EXPORTING, Graph, example, traced
 from prism_match.files import atomic_path, is_file, short_hash
-from prism_match.model.arithmetic import own_arithmetic
 from prism_match.model.fast import FastPRISM, fused, is_supported
 from prism_match.model.matching import away_from_border
 from prism_match.model.mpm import LayerState
@@ -221,8 +220,7 @@ def load_graphs(model: PRISM, info: WeightsInfo) -> dict[str, bytes]:
         graphs = None if kept is None else kept.read()
         if graphs is None:
             log.warning("the model is traced for onnxruntime; this takes seconds, and is done once")
-            with own_arithmetic():
-                graphs = make_graphs(model)
+            graphs = make_graphs(model)
             if kept is not None:
                 kept.write(graphs)
             else:

@@ -56,6 +56,7 @@ class Graph:
     domains: dict[str, int] = field(default_factory=dict)  # of steps that are not ONNX's own
 
 
+@own_arithmetic()
 def export_onnx(
     out: str | Path,
     weights: str | Path | None = None,
@@ -222,7 +223,7 @@ def traced(graph: Graph) -> Any:
     graph.module.eval()
     file = io.BytesIO()
     # Warnings tell that numbers such as channels become constants, which they are.
-    with EXPORTING, warnings.catch_warnings(), own_arithmetic(), torch.no_grad():
+    with EXPORTING, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch.onnx.export(
             graph.module, tuple(graph.inputs.values()), file, dynamo=False,  # type: ignore[arg-type]
